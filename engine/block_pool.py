@@ -1,0 +1,144 @@
+"""The pool of KV blocks: which blocks are held, by how many contexts, and which contents can be found again by name.
+
+A block holds the keys and values of `block_size` tokens. A *full* block of accepted tokens is published: it becomes
+immutable and is named by a chain hash (h_0 = namespace, h_i = BLAKE2b(h_{i-1} ‖ token ids)), so that any context whose
+tokens begin the same way shares it. A published block that nobody holds stays until its room is needed.
+
+    free ──allocate──▶ held ──release──▶ free          (not published)
+                        ▲ └───release──▶ evictable     (published; least recently released is evicted first)
+                        └──share─────────────┘
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What a published block holds: its name, the name before it in the chain, and the very tokens."""
+
+    name: bytes
+    parent: bytes
+    tokens: tuple[int, ...]
+
+
+class OutOfBlocks(RuntimeError):
+    """A bug: more blocks were asked for than are free; the scheduler looks before it allocates."""
+
+
+class BlockPool:
+    """Owns block ids 0 … num_blocks-1; never touches the memory behind them. Not thread-safe."""
+
+    def __init__(self, num_blocks: int, block_size: int, namespace: bytes = b"") -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        #: The chain's beginning. A digest of everything that makes KV differ: weights, tokenizer, layout, numerics.
+        self.root = hashlib.blake2b(namespace, digest_size=16).digest()
+        self._free: deque[int] = deque(range(num_blocks))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._references = [0] * num_blocks
+        self._published: dict[int, Published] = {}
+        self._by_name: dict[bytes, int] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks in some context's table."""
+        return self.num_blocks - self.num_available
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens fill or begin."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks, evicting published ones that nobody holds if need be. Contents are undefined."""
+        if count > self.num_available:
+            raise OutOfBlocks(f"{count} blocks asked for, {self.num_available} of {self.num_blocks} available")
+        return [self._take() for _ in range(count)]
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.popleft()
+        else:
+            block, _ = self._evictable.popitem(last=False)
+            self._withdraw(block)
+        self._references[block] = 1
+        return block
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Hold published blocks once more."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._evictable[block]
+            self._references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Let go of a context's blocks (in table order, or a tail of it)."""
+        # From the end, so that a chain's leaf is older than its root and is evicted first: a root without its leaf can
+        # still be found, a leaf without its root can't.
+        for block in reversed(blocks):
+            assert self._references[block] > 0, f"block {block} released more often than held"
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if block in self._published:
+                    self._evictable[block] = None
+                else:
+                    self._free.append(block)
+
+    def name_of(self, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """The chain hash of a full block that follows `parent` (the root for a first block)."""
+        return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=16).digest()
+
+    def publish(self, block: int, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """Name a held, full block so that others can share it. Where the name is taken, the first holder keeps it."""
+        assert self._references[block] > 0
+        assert len(tokens) == self.block_size
+        name = self.name_of(parent, tokens)
+        if name not in self._by_name and block not in self._published:
+            self._by_name[name] = block
+            self._published[block] = Published(name, parent, tuple(tokens))
+        return name
+
+    def withdraw(self, block: int) -> None:
+        """Take back a held block's publication (its contents were never computed)."""
+        assert self._references[block] > 0
+        if block in self._published:
+            self._withdraw(block)
+
+    def _withdraw(self, block: int) -> None:
+        del self._by_name[self._published.pop(block).name]
+
+    def lookup(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, bytes] | None:
+        """The published block that holds exactly these tokens after `parent`, with its name."""
+        name = self.name_of(parent, tokens)
+        block = self._by_name.get(name)
+        if block is None or self._published[block].tokens != tuple(tokens):
+            return None
+        return block, name
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Validate everything against the block tables of all contexts. Raises AssertionError naming the block."""
+        held = Counter(block for table in tables for block in table)
+        for block in range(self.num_blocks):
+            assert self._references[block] == held[block], (
+                f"block {block}: {self._references[block]} references, in {held[block]} tables"
+            )
+        free, evictable = set(self._free), set(self._evictable)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & evictable
+        assert free | evictable == set(range(self.num_blocks)) - set(held), "a block is lost"
+        assert not free & self._published.keys(), "a free block is published"
+        assert evictable <= self._published.keys(), "an evictable block has no name"
+        assert len(self._by_name) == len(self._published)
+        for block, published in self._published.items():
+            assert self._by_name[published.name] == block
+            assert self.name_of(published.parent, published.tokens) == published.name

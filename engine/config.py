@@ -1,0 +1,36 @@
+"""The settings of an engine, under vLLM's names, and the defaults that stand for a small CPU machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batonq.engine.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits of one engine. All in tokens or contexts, but `kv_cache_memory_bytes`."""
+
+    #: Contexts that run at once.
+    max_num_seqs: int = 64
+    #: Tokens that one step computes, prefill chunks and decodes together.
+    max_num_batched_tokens: int = 512
+    #: Memory of the KV block pool, in bytes; the pool is as many whole blocks as fit.
+    kv_cache_memory_bytes: int = 1 << 30
+    #: Longest context; None: what the model was trained for.
+    max_model_len: int | None = None
+    #: Threads of the arithmetic; None: one per available core.
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "max_model_len", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise EngineError("invalid_configuration", f"{name} must be at least 1, got {value}", name)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise EngineError(
+                "invalid_configuration",
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs ({self.max_num_seqs}): "
+                "a step could not decode every running context",
+                "max_num_batched_tokens",
+            )

@@ -1,0 +1,222 @@
+"""The engine: contexts go in, tokens come out, and `step` is the only loop.
+
+    plan    = scheduler.schedule()             which contexts, how many tokens of each, into which blocks
+    logits  = runner.forward(plan)             one ragged batch
+    sampled = sampler.sample(plan, logits)
+    return    scheduler.commit(plan, sampled)  new tokens, finished contexts
+
+Knows no torch: what computes and what samples are given to it (`engine/loading.py` puts one together for a model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from batonq.engine.block_pool import BlockPool
+from batonq.engine.config import EngineConfig
+from batonq.engine.context import Context, ContextState, FinishReason
+from batonq.engine.errors import DuplicateContext, EngineError
+from batonq.engine.limits import Limits
+from batonq.engine.plan import ContextOutput, Plan, StepOutput
+from batonq.engine.sampling_params import SamplingParams
+from batonq.engine.scheduler import Scheduler
+from batonq.engine.text import TextState, Vocabulary
+
+Logits = TypeVar("Logits")
+
+
+class Runner(Protocol[Logits]):
+    """Computes a plan."""
+
+    def forward(self, plan: Plan) -> Logits:
+        """Logits of `plan.sampling_rows`, in order."""
+
+
+class Sampler(Protocol[Logits]):
+    """Draws the next token of each sampling row."""
+
+    def sample(self, plan: Plan, logits: Logits) -> Sequence[int | EngineError]:
+        """One token id, or what is wrong with that row alone, for each of `plan.sampling_rows`."""
+
+
+class Encoder(Protocol):
+    """Text to token ids."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with BOS exactly once if the model wants it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What the engine knows about a model, beside how to compute it."""
+
+    model_id: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    block_size: int
+    #: Keys and values of one block in all layers, in bytes.
+    bytes_per_block: int
+    #: Names the arithmetic; results are bitwise equal only between equal ids.
+    numerics_id: str
+    #: Digest of all that makes KV differ; the root of block names.
+    namespace: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The finished output of one context. `token_ids` includes the EOS or stop token that ended it; `text` doesn't."""
+
+    context_id: str
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    num_cached_tokens: int
+    error: EngineError | None
+
+
+class Engine(Generic[Logits]):
+    """Runs contexts over one model. Single-threaded: no method may be called while another runs."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: EngineConfig,
+        runner: Runner[Logits],
+        sampler: Sampler[Logits],
+        encoder: Encoder,
+        vocabulary: Vocabulary,
+    ) -> None:
+        self.spec = spec
+        self.config = config
+        self.pool = BlockPool(config.kv_cache_memory_bytes // spec.bytes_per_block, spec.block_size, spec.namespace)
+        if self.pool.num_blocks == 0:
+            raise EngineError(
+                "invalid_configuration",
+                f"kv_cache_memory of {config.kv_cache_memory_bytes} bytes holds no block of {spec.bytes_per_block}",
+                "kv_cache_memory_bytes",
+            )
+        max_model_len = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
+        self.limits = Limits(max_model_len, self.pool.num_blocks * spec.block_size, spec.vocab_size)
+        self.runner = runner
+        self.sampler = sampler
+        self.scheduler = Scheduler(config, self.pool, spec.eos_token_ids)
+        self.encoder = encoder
+        self.vocabulary = vocabulary
+        self.contexts: dict[str, Context] = {}
+        self._ended_at_add: list[ContextOutput] = []
+
+    def add(
+        self,
+        context_id: str,
+        input_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        output_token_ids: Sequence[int] = (),
+    ) -> Context:
+        """Take in a new context, or one that was begun elsewhere and has `output_token_ids` already.
+
+        Raises ContextLengthExceeded, InvalidTokenIds or DuplicateContext; nothing is changed then. A resumed context
+        whose tokens are complete ends at the next step without being computed.
+        """
+        if context_id in self.contexts:
+            raise DuplicateContext(context_id)
+        params = self.limits.effective(input_token_ids, sampling_params)
+        text = TextState(self.vocabulary, params.stop)
+        context = Context(context_id, tuple(input_token_ids), params, text, model_id=self.spec.model_id)
+        context.estimated_memory_bytes = self._estimate_memory(context)
+        self.contexts[context_id] = context
+        reason = None
+        for token in output_token_ids:
+            assert reason is None, f"{context_id}: tokens follow its end"
+            reason = context.accept(token, self.spec.eos_token_ids)
+        if reason is None:
+            self.scheduler.add(context)
+        else:
+            context.finish_reason = reason
+            context.transition(ContextState.FINISHED, "complete when added", 0)
+            self._ended_at_add.append(ContextOutput(context_id, (), reason))
+        return context
+
+    def _estimate_memory(self, context: Context) -> int:
+        peak_tokens = len(context.input_token_ids) + self.scheduler.forecast.remaining(context)
+        return self.pool.blocks_for(peak_tokens) * self.spec.bytes_per_block + self.spec.vocab_size * 4
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.scheduler.running or self.scheduler.waiting or self._ended_at_add)
+
+    def step(self) -> StepOutput:
+        """Advance every running context; see the module's first lines. Without work it returns an empty output.
+
+        If computing fails, every context of the step goes back to its tokens and the exception is raised again.
+        """
+        plan = self.scheduler.schedule()
+        if plan.rows:
+            try:
+                sampled = self.sampler.sample(plan, self.runner.forward(plan))
+            except BaseException:
+                self.scheduler.rollback(plan)
+                raise
+        else:
+            sampled = ()
+        output = self.scheduler.commit(plan, sampled)
+        return self._with_ended_at_add(output)
+
+    def _with_ended_at_add(self, output: StepOutput) -> StepOutput:
+        ended, self._ended_at_add = self._ended_at_add, []
+        return StepOutput(
+            output.decision_id, (*ended, *output.outputs), output.started, output.preempted, output.num_tokens
+        )
+
+    def abort(self, context_id: str) -> None:
+        """End a context now and free its blocks. One that is unknown or has ended is left as it is."""
+        context = self.contexts.get(context_id)
+        if context is not None and not context.state.ended:
+            self.scheduler.abort(context)
+
+    def forget(self, context_id: str) -> Generation:
+        """Hand out an ended context's output and drop its record."""
+        context = self.contexts.pop(context_id)
+        assert context.state.ended, context_id
+        assert context.finish_reason is not None
+        return Generation(
+            context_id,
+            context.output_token_ids,
+            context.text.value,
+            context.finish_reason,
+            context.num_cached_tokens or 0,
+            context.error,
+        )
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], sampling_params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Generation]:
+        """Run prompts (text or token ids) to their ends; outputs in the order of the prompts.
+
+        Needs the engine to itself. Raises what `add` raises, before any work is done.
+        """
+        assert not self.contexts, "generate needs the engine to itself"
+        each = [sampling_params] * len(prompts) if isinstance(sampling_params, SamplingParams) else sampling_params
+        ids = [str(index) for index in range(len(prompts))]
+        try:
+            for context_id, prompt, params in zip(ids, prompts, each, strict=True):
+                tokens = self.encoder.encode(prompt) if isinstance(prompt, str) else prompt
+                self.add(context_id, tokens, params)
+            while self.has_work:
+                self.step()
+            return [self.forget(context_id) for context_id in ids]
+        finally:
+            for context_id in tuple(self.contexts):
+                self.abort(context_id)
+                self.forget(context_id)
+
+    def check_idle(self) -> None:
+        """Validate that nothing is left of contexts that ended. Raises AssertionError naming what leaked."""
+        self.scheduler.check()
+        assert not self.scheduler.running
+        assert not self.scheduler.waiting
+        assert self.pool.num_held == 0, f"{self.pool.num_held} blocks leaked"

@@ -1,0 +1,71 @@
+"""What one step is to do, and what it did: the values that pass between scheduler, runner and sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batonq.engine.context import Context, FinishReason
+from batonq.engine.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledContext:
+    """One context's part of a step: tokens [start, stop) are computed into the blocks of `block_table`."""
+
+    context: Context
+    start: int
+    stop: int
+    block_table: tuple[int, ...]
+    #: Whether `stop` reaches the last known token, so that the next one is sampled.
+    samples: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: rows in scheduling order. `decision_id` numbers steps from 1."""
+
+    decision_id: int
+    rows: tuple[ScheduledContext, ...]
+    #: Blocks whose contents this step computes and that are published already, for others in the same step.
+    published: tuple[int, ...]
+    #: Contexts that lost their blocks while this plan was made.
+    preempted: tuple[Context, ...]
+    #: Contexts that began to run, or began again.
+    started: tuple[Context, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def sampling_rows(self) -> tuple[ScheduledContext, ...]:
+        """The rows whose next token is sampled, in order; logits and samples are in this order."""
+        return tuple(row for row in self.rows if row.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextOutput:
+    """What a step did to one context."""
+
+    context_id: str
+    #: Tokens sampled in this step and accepted.
+    new_token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: EngineError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step did: outputs of the contexts that sampled or ended, and ids of those that changed place."""
+
+    decision_id: int
+    outputs: tuple[ContextOutput, ...] = ()
+    started: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()
+    num_tokens: int = 0

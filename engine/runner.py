@@ -1,0 +1,53 @@
+"""Carries a plan out: turns it into one ragged batch of arrays and has the backend compute it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from batonq.engine.plan import Plan
+from batonq.kernels.batch import Batch
+
+
+class Backend(Protocol):
+    """What computes a batch: the reference in torch, or a library."""
+
+    @property
+    def numerics_id(self) -> str:
+        """Names the arithmetic: results are bitwise equal only between equal ids."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits, float32 [rows asked for, vocabulary]."""
+
+
+class Runner:
+    """Owns the backend, and through it the memory of the KV blocks."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def forward(self, plan: Plan) -> torch.Tensor:
+        """Compute every row of the plan; logits, float32 [len(plan.sampling_rows), vocabulary]."""
+        return self.backend.forward(to_batch(plan))
+
+
+def to_batch(plan: Plan) -> Batch:
+    """The arrays of a plan's rows, in their order."""
+    rows = plan.rows
+    query_start = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([row.num_tokens for row in rows], out=query_start[1:])
+    block_tables = np.zeros((len(rows), max(len(row.block_table) for row in rows)), np.int32)
+    for index, row in enumerate(rows):
+        block_tables[index, : len(row.block_table)] = row.block_table
+    return Batch(
+        token_ids=np.array([token for row in rows for token in row.context.tokens(row.start, row.stop)], np.int32),
+        positions=np.array(
+            [row.context.position_offset + at for row in rows for at in range(row.start, row.stop)], np.int32
+        ),
+        query_start=query_start,
+        context_len=np.array([row.stop for row in rows], np.int32),
+        block_tables=block_tables,
+        logits_rows=np.array([query_start[i + 1] - 1 for i, row in enumerate(rows) if row.samples], np.int32),
+    )

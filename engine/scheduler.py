@@ -1,0 +1,267 @@
+"""Which contexts run in a step, how many tokens of each, and in which blocks.
+
+There is no prefill or decode phase: every context has tokens it knows and tokens it has computed, and a step lets the
+second catch up with the first, under a token budget; a decode is a catch-up of one. Contexts are served in order of
+arrival. Admission looks ahead to the peak of blocks; when that forecast was too low, the youngest are preempted: they
+lose their blocks, keep their tokens, and are computed again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from batonq.engine.block_pool import BlockPool
+from batonq.engine.config import EngineConfig
+from batonq.engine.context import Context, ContextState, FinishReason
+from batonq.engine.errors import EngineError
+from batonq.engine.forecast import OutputForecast
+from batonq.engine.plan import ContextOutput, Plan, ScheduledContext, StepOutput
+
+#: A context preempted this often is admitted only where everybody's `max_tokens` fits, so it is not preempted again.
+MAX_OPTIMISTIC_PREEMPTIONS = 3
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    budget: int
+    rows: list[ScheduledContext] = field(default_factory=list)
+    published: list[int] = field(default_factory=list)
+    preempted: list[Context] = field(default_factory=list)
+    started: list[Context] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns the two queues of contexts and their block tables. Never touches model memory. Not thread-safe."""
+
+    def __init__(self, config: EngineConfig, pool: BlockPool, eos_token_ids: frozenset[int]) -> None:
+        self.config = config
+        self.pool = pool
+        self.waiting: deque[Context] = deque()
+        #: In order of arrival; so the last is the youngest.
+        self.running: list[Context] = []
+        self.forecast = OutputForecast()
+        self._eos_token_ids = eos_token_ids
+        self._decision_id = 0
+
+    def add(self, context: Context) -> None:
+        """Put a new context behind those that wait. It must fit the pool alone."""
+        assert self.pool.blocks_for(context.max_token_limit) <= self.pool.num_blocks
+        self.waiting.append(context)
+
+    # ── planning ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def schedule(self) -> Plan:
+        """Plan the next step: first those that run, then, if nobody lost blocks for it, those that wait."""
+        self._decision_id += 1
+        draft = _Draft(self.config.max_num_batched_tokens)
+        for context in tuple(self.running):
+            # A context may have been preempted for an older one earlier in this loop.
+            if draft.budget and context.state is ContextState.RUNNING:
+                self._schedule(context, draft)
+        self._admit(draft)
+        return Plan(
+            self._decision_id,
+            tuple(draft.rows),
+            tuple(draft.published),
+            tuple(draft.preempted),
+            tuple(draft.started),
+        )
+
+    def _admit(self, draft: _Draft) -> None:
+        while self.waiting and draft.budget and not draft.preempted and len(self.running) < self.config.max_num_seqs:
+            context = self.waiting[0]
+            cached = list(self._cached_blocks(context))
+            if not self._fits(context, [block for block, _ in cached]):
+                return
+            self.waiting.popleft()
+            self.running.append(context)
+            context.transition(ContextState.RUNNING, "admitted", self._decision_id)
+            draft.started.append(context)
+            self._schedule(context, draft)
+
+    def _schedule(self, context: Context, draft: _Draft) -> None:
+        """Add the context's next tokens to the draft, with blocks for them."""
+        self._take_cached(context)
+        start = context.num_computed_tokens
+        stop = min(context.token_count, start + draft.budget)
+        missing = self.pool.blocks_for(stop) - len(context.block_table)
+        while missing > self.pool.num_available:
+            victim = self.running[-1]
+            self._preempt(victim, draft)
+            if victim is context:
+                return
+        context.block_table += self.pool.allocate(missing)
+        self._publish(context, stop, draft)
+        draft.rows.append(
+            ScheduledContext(context, start, stop, tuple(context.block_table), stop == context.token_count)
+        )
+        draft.budget -= stop - start
+
+    def _preempt(self, context: Context, draft: _Draft) -> None:
+        self.running.remove(context)
+        self._drop_blocks(context)
+        context.num_preemptions += 1
+        context.transition(ContextState.PREEMPTED, "out of blocks", self._decision_id)
+        draft.preempted.append(context)
+        self.waiting.appendleft(context)
+
+    # ── blocks ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _cached_blocks(self, context: Context) -> Iterator[tuple[int, bytes]]:
+        """Published blocks that hold the context's next tokens. The last known token is never among them: its logits
+        are needed, so it is computed."""
+        size = self.pool.block_size
+        position = context.num_computed_tokens
+        if position != len(context.block_table) * size:
+            return  # in the middle of a block of its own
+        parent = context.block_names[-1] if context.block_names else self.pool.root
+        while position + size < context.token_count:
+            found = self.pool.lookup(parent, context.tokens(position, position + size))
+            if found is None:
+                return
+            yield found
+            parent = found[1]
+            position += size
+
+    def _take_cached(self, context: Context) -> None:
+        """Share every published block that comes next, whoever computed it and be it earlier in this very step."""
+        for block, name in self._cached_blocks(context):
+            self.pool.share((block,))
+            context.block_table.append(block)
+            context.block_names.append(name)
+            context.num_computed_tokens += self.pool.block_size
+        if context.num_cached_tokens is None:
+            context.num_cached_tokens = min(context.num_computed_tokens, len(context.input_token_ids))
+
+    def _publish(self, context: Context, stop: int, draft: _Draft) -> None:
+        """Name the blocks that are full after this step, so that contexts scheduled after this one share them."""
+        size = self.pool.block_size
+        for index in range(len(context.block_names), stop // size):
+            parent = context.block_names[-1] if context.block_names else self.pool.root
+            block = context.block_table[index]
+            context.block_names.append(
+                self.pool.publish(block, parent, context.tokens(index * size, (index + 1) * size))
+            )
+            draft.published.append(block)
+
+    def _drop_blocks(self, context: Context) -> None:
+        self.pool.release(context.block_table)
+        context.block_table = []
+        context.block_names = []
+        context.num_computed_tokens = 0
+
+    # ── admission ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _fits(self, candidate: Context, cached: Sequence[int]) -> bool:
+        """Whether the peak of blocks stays within the pool if the candidate runs too."""
+        cautious = candidate.num_preemptions >= MAX_OPTIMISTIC_PREEMPTIONS
+        remaining = _remaining_at_most if cautious else self.forecast.remaining
+        return self._peak_blocks(candidate, cached, remaining) <= self.pool.num_blocks
+
+    def _peak_blocks(self, candidate: Context, cached: Sequence[int], remaining: Callable[[Context], int]) -> int:
+        """Largest number of blocks held at once, if every context ends after its `remaining` tokens.
+
+        With contexts in order of falling `remaining`, the first i are alive when the i-th ends, and each of them has
+        grown by what the i-th had left. A shared block counts once.
+        """
+        parts = [(remaining(context), context, context.block_table) for context in self.running]
+        parts.append((remaining(candidate), candidate, list(cached)))
+        parts.sort(key=lambda part: part[0], reverse=True)
+        peak = shared = total = 0
+        seen: set[int] = set()
+        alive: list[int] = []
+        for left, context, table in parts:
+            shared += sum(block in seen for block in table)
+            seen.update(table)
+            alive.append(context.token_count)
+            total += context.token_count
+            # The bound is cheap and settles most cases; the exact sum is quadratic.
+            bound = (total + len(alive) * left) // self.pool.block_size + len(alive) - shared
+            if bound > self.pool.num_blocks:
+                bound = sum(self.pool.blocks_for(tokens + left) for tokens in alive) - shared
+            peak = max(peak, bound)
+        return peak
+
+    # ── results ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def commit(self, plan: Plan, sampled: Sequence[int | EngineError]) -> StepOutput:
+        """Take in a step's samples, in the order of `plan.sampling_rows`, and end the contexts that are complete."""
+        for row in plan.rows:
+            row.context.num_computed_tokens = row.stop
+        outputs = tuple(
+            self._accept(row.context, token) for row, token in zip(plan.sampling_rows, sampled, strict=True)
+        )
+        return StepOutput(
+            plan.decision_id,
+            outputs,
+            tuple(context.context_id for context in plan.started),
+            tuple(context.context_id for context in plan.preempted),
+            plan.num_tokens,
+        )
+
+    def _accept(self, context: Context, sample: int | EngineError) -> ContextOutput:
+        if isinstance(sample, EngineError):
+            context.error = sample
+            self._end(context, ContextState.ERROR, FinishReason.ERROR)
+            return ContextOutput(context.context_id, (), FinishReason.ERROR, sample)
+        reason = context.accept(sample, self._eos_token_ids)
+        if reason is not None:
+            self.forecast.observe(len(context.output_token_ids))
+            self._end(context, ContextState.FINISHED, reason)
+        return ContextOutput(context.context_id, (sample,), reason)
+
+    def abort(self, context: Context) -> None:
+        """End a context that has not ended, wherever it is."""
+        if context.state is not ContextState.RUNNING:
+            self.waiting.remove(context)
+        self._end(context, ContextState.FINISHED, FinishReason.ABORT)
+
+    def _end(self, context: Context, state: ContextState, reason: FinishReason) -> None:
+        if context.state is ContextState.RUNNING:
+            self.running.remove(context)
+        self._drop_blocks(context)
+        context.finish_reason = reason
+        context.transition(state, reason, self._decision_id)
+
+    def rollback(self, plan: Plan) -> None:
+        """Undo a plan whose step failed: its blocks hold nothing, so its contexts go back to their tokens."""
+        for block in plan.published:
+            self.pool.withdraw(block)
+        for row in reversed(plan.rows):
+            context = row.context
+            self.running.remove(context)
+            self._drop_blocks(context)
+            context.transition(ContextState.PREEMPTED, "step failed", plan.decision_id)
+            self.waiting.appendleft(context)
+
+    # ── invariants ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def check(self) -> None:
+        """Validate queues, page tables and the pool. Raises AssertionError that names what is wrong."""
+        contexts = [*self.running, *self.waiting]
+        self.pool.check([context.block_table for context in contexts])
+        assert len({context.context_id for context in contexts}) == len(contexts)
+        for context in self.running:
+            assert context.state is ContextState.RUNNING, context.context_id
+            assert len(context.block_table) == self.pool.blocks_for(context.num_computed_tokens), context.context_id
+            self._check_names(context)
+        for context in self.waiting:
+            assert context.state in (ContextState.WAITING, ContextState.PREEMPTED), context.context_id
+            assert not context.block_table, context.context_id
+            assert context.num_computed_tokens == 0, context.context_id
+
+    def _check_names(self, context: Context) -> None:
+        size = self.pool.block_size
+        assert len(context.block_names) == context.num_computed_tokens // size, context.context_id
+        parent = self.pool.root
+        for index, name in enumerate(context.block_names):
+            parent = self.pool.name_of(parent, context.tokens(index * size, (index + 1) * size))
+            assert name == parent, f"{context.context_id}: block {index} is not named by its tokens"
+
+
+def _remaining_at_most(context: Context) -> int:
+    return max(1, context.max_tokens - len(context.output_token_ids))

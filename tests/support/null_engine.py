@@ -1,0 +1,87 @@
+"""An engine without a model, in plain Python: it draws each next token from a digest of all tokens before it.
+
+Its runner keeps a KV memory that holds token ids, fills it where the plan says, and reads back every token of every row
+through the block tables. So a wrong block, a stale one or a row that was skipped is found at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from batonq.engine.config import EngineConfig
+from batonq.engine.engine import Engine, ModelSpec
+from batonq.engine.errors import EngineError
+from batonq.engine.plan import Plan
+from batonq.engine.sampling_params import SamplingParams
+from batonq.engine.text import Vocabulary
+
+VOCAB_SIZE = 256
+EOS = 0
+BLOCK_SIZE = 4
+
+Digests = list[bytes]
+
+
+def next_token(tokens: Sequence[int], params: SamplingParams, output_length: int) -> int:
+    """The token that the null model draws after `tokens`; EOS one time in 32, unless it is banned."""
+    seed = 0 if params.greedy else params.seed
+    digest = hashlib.blake2b(array("I", tokens).tobytes() + str(seed).encode(), digest_size=8).digest()
+    if digest[0] < 8 and output_length >= params.min_tokens:
+        return EOS
+    return 1 + digest[1] % (VOCAB_SIZE - 1)
+
+
+class NullRunner:
+    def __init__(self, num_blocks: int) -> None:
+        self.memory = [[-1] * BLOCK_SIZE for _ in range(num_blocks)]
+
+    def forward(self, plan: Plan) -> list[list[int]]:
+        """For each sampling row, all its tokens as the memory holds them."""
+        for row in plan.rows:
+            for at, token in zip(
+                range(row.start, row.stop), row.context.tokens(row.start, row.stop), strict=True
+            ):
+                self.memory[row.block_table[at // BLOCK_SIZE]][at % BLOCK_SIZE] = token
+        read = {id(row): self._read(row.block_table, row.stop) for row in plan.rows}
+        for row in plan.rows:
+            assert read[id(row)] == list(row.context.tokens(0, row.stop)), f"{row.context.context_id}: wrong KV"
+        return [read[id(row)] for row in plan.sampling_rows]
+
+    def _read(self, table: Sequence[int], stop: int) -> list[int]:
+        return [self.memory[table[at // BLOCK_SIZE]][at % BLOCK_SIZE] for at in range(stop)]
+
+
+class NullSampler:
+    def sample(self, plan: Plan, logits: list[list[int]]) -> list[int | EngineError]:
+        return [
+            next_token(tokens, row.context.sampling_params, len(row.context.output_token_ids))
+            for row, tokens in zip(plan.sampling_rows, logits, strict=True)
+        ]
+
+
+class ByteEncoder:
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def build(
+    num_blocks: int = 64, max_model_len: int = 128, max_num_seqs: int = 8, max_num_batched_tokens: int = 16
+) -> Engine[list[list[int]]]:
+    """A null engine: one byte a token, EOS is 0, blocks of 4 tokens."""
+    spec = ModelSpec(
+        model_id="null",
+        max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=frozenset({EOS}),
+        block_size=BLOCK_SIZE,
+        bytes_per_block=1,
+        numerics_id="null",
+        namespace=b"null",
+    )
+    config = EngineConfig(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory_bytes=num_blocks
+    )
+    vocabulary = Vocabulary([bytes([value]) for value in range(VOCAB_SIZE)], frozenset({EOS}))
+    return Engine(spec, config, NullRunner(num_blocks), NullSampler(), ByteEncoder(), vocabulary)

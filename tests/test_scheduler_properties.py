@@ -1,0 +1,148 @@
+"""Random lives of an engine: adds, aborts and steps in any order, over pools from roomy to far too small.
+
+After each step the page tables, the pool and the states are validated; every output must equal what the model gives to
+that prompt alone, so neighbours, chunks, shared blocks and preemption change nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from batonq.engine.context import LEGAL_TRANSITIONS, Context, FinishReason
+from batonq.engine.engine import Engine
+from batonq.engine.errors import ContextLengthExceeded
+from batonq.engine.sampling_params import SamplingParams
+from batonq.engine.scheduler import MAX_OPTIMISTIC_PREEMPTIONS
+from tests.support import null_engine
+
+
+def alone(prompt: list[int], params: SamplingParams) -> list[int]:
+    """The output of a prompt by definition: one token after another, no engine."""
+    tokens, output = list(prompt), []
+    assert params.max_tokens is not None
+    while len(output) < params.max_tokens:
+        token = null_engine.next_token(tokens, params, len(output))
+        output.append(token)
+        tokens.append(token)
+        if token in params.stop_token_ids or (token == null_engine.EOS and not params.ignore_eos):
+            break
+        if len(output) >= params.min_tokens and any(stop.encode() in bytes(output) for stop in params.stop):
+            break
+    return output
+
+
+@dataclass
+class Expected:
+    prompt: list[int]
+    context: Context
+    aborted: bool = False
+    seen: list[int] = field(default_factory=list)
+
+
+# Few distinct tokens and lengths around block borders, so that prefixes are shared often.
+prompts = st.lists(st.integers(1, 2), min_size=1, max_size=24)
+params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 3),
+    max_tokens=st.one_of(st.none(), st.integers(1, 40)),
+    min_tokens=st.just(0),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.sampled_from([(), (7, 8, 9)]),
+)
+
+
+class EngineLife(RuleBasedStateMachine):
+    engine: Engine[list[list[int]]]
+
+    @initialize(
+        num_blocks=st.integers(4, 40),
+        max_num_seqs=st.integers(1, 6),
+        extra_budget=st.integers(0, 12),
+        max_model_len=st.integers(8, 64),
+    )
+    def start(self, num_blocks: int, max_num_seqs: int, extra_budget: int, max_model_len: int) -> None:
+        self.engine = null_engine.build(num_blocks, max_model_len, max_num_seqs, max_num_seqs + extra_budget)
+        self.expected: dict[str, Expected] = {}
+        self.ended: dict[str, Expected] = {}
+        self.count = 0
+
+    @rule(prompt=prompts, params=params)
+    def add(self, prompt: list[int], params: SamplingParams) -> None:
+        self.count += 1
+        name = f"c{self.count}"
+        room = min(self.engine.limits.max_model_len, self.engine.limits.kv_cache_tokens) - len(prompt)
+        try:
+            context = self.engine.add(name, prompt, params)
+        except ContextLengthExceeded as error:
+            assert room < 1
+            assert error.input_tokens == len(prompt)
+            assert name not in self.engine.contexts
+        else:
+            assert room >= 1
+            assert context.max_tokens == min(params.max_tokens or room, room)
+            self.expected[name] = Expected(prompt, context)
+
+    @rule(pick=st.integers(0, 99))
+    def abort(self, pick: int) -> None:
+        if self.expected:
+            name = list(self.expected)[pick % len(self.expected)]
+            self.engine.abort(name)
+            self.expected[name].aborted = True
+            self.finish(name)
+
+    @rule(steps=st.integers(1, 8))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.one_step()
+
+    def one_step(self) -> None:
+        output = self.engine.step()
+        assert output.num_tokens <= self.engine.config.max_num_batched_tokens
+        assert output.num_tokens > 0 or not self.expected, "contexts wait and nothing is done"
+        self.engine.scheduler.check()
+        for part in output.outputs:
+            expected = self.expected[part.context_id]
+            expected.seen += part.new_token_ids
+            if part.finish_reason is not None:
+                self.finish(part.context_id)
+
+    def finish(self, name: str) -> None:
+        expected = self.expected.pop(name)
+        context = expected.context
+        generation = self.engine.forget(name)
+        whole = alone(expected.prompt, context.sampling_params)
+        assert generation.token_ids == expected.seen
+        if expected.aborted:
+            assert generation.finish_reason is FinishReason.ABORT
+            assert generation.token_ids == whole[: len(generation.token_ids)]
+        else:
+            assert generation.token_ids == whole
+        for change in context.debug_info:
+            assert change.target in LEGAL_TRANSITIONS[change.source]
+        self.ended[name] = expected
+
+    @invariant()
+    def bounded_preemption(self) -> None:
+        for expected in getattr(self, "expected", {}).values():
+            assert expected.context.num_preemptions <= MAX_OPTIMISTIC_PREEMPTIONS
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(10_000):
+            if not self.engine.has_work:
+                break
+            self.one_step()
+        assert not self.expected, "a context never ended"
+        self.engine.check_idle()
+
+
+TestEngineLife = EngineLife.TestCase
+TestEngineLife.settings = settings(
+    max_examples=2000, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
