@@ -1,13 +1,14 @@
 """The wire contract: what a job asks for and what its result says.
 
-A job is an rq job whose function is `FUNCTION` and whose keyword arguments are `PromptJob`'s fields; its return value is
-`Result`'s fields. Both travel as msgpack (`producer/serializer.py`).
+A job is an rq job whose function is `FUNCTION` and whose keyword arguments are `PromptJob`'s fields; its return value
+is `Result`'s fields. Both travel as msgpack (`producer/serializer.py`).
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -16,7 +17,7 @@ from batonq.engine.sampling_params import UNSUPPORTED_PARAMETERS, SamplingParams
 #: The function name of every job. A worker knows it as a name and runs no function that a job names.
 FUNCTION = "batonq.worker.tasks.generate"
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Final = 1
 
 #: How long rq keeps what became of a job, in seconds: 7 days.
 RESULT_TTL = FAILURE_TTL = 7 * 24 * 3600
@@ -82,6 +83,11 @@ class PromptJob(BaseModel):
     exact: Literal["prefer", "require"] = "prefer"
     metadata: dict[str, Any] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_means_default(cls, data: Any) -> Any:
+        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+
     @field_validator("id", "client_id")
     @classmethod
     def _safe_in_a_key(cls, value: str | None) -> str | None:
@@ -93,7 +99,9 @@ class PromptJob(BaseModel):
     def _one_input(self) -> PromptJob:
         given = [name for name in ("prompt", "token_ids", "messages") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"exactly one of prompt, token_ids and messages is needed, got {' and '.join(given) or 'none'}")
+            raise ValueError(
+                f"exactly one of prompt, token_ids and messages is needed, got {' and '.join(given) or 'none'}"
+            )
         if not getattr(self, given[0]):
             raise ValueError(f"{given[0]} is empty")
         return self
@@ -109,6 +117,15 @@ class PromptJob(BaseModel):
     def to_kwargs(self) -> dict[str, Any]:
         """The keyword arguments of the rq job: plain data, defaults left out."""
         return self.model_dump(mode="json", exclude_defaults=True) | {"schema_version": self.schema_version}
+
+
+def job_from_flat(fields: Mapping[str, Any]) -> PromptJob:
+    """A job from its own fields and its sampling fields side by side. Raises ValidationError."""
+    if fields.get("sampling") is not None:
+        return PromptJob.model_validate(dict(fields))
+    own = {name: value for name, value in fields.items() if name in PromptJob.model_fields}
+    sampling = {name: value for name, value in fields.items() if name not in own}
+    return PromptJob.model_validate(own | {"sampling": sampling})
 
 
 class Usage(BaseModel):

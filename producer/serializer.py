@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgpack
+import msgpack  # type: ignore[import-untyped, unused-ignore]
 
 
 def dumps(value: Any) -> bytes:

@@ -1,0 +1,240 @@
+"""The Python client: submit prompts to a queue, wait for their results."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from base64 import b64decode
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import redis
+from pydantic import ValidationError
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from rq import Queue
+
+from batonq.producer import keys, serializer
+from batonq.producer.errors import JobError, JobNotFoundError, ResultTimeoutError
+from batonq.producer.schema import (
+    FAILURE_TTL,
+    FUNCTION,
+    RESULT_TTL,
+    ErrorInfo,
+    PromptJob,
+    Result,
+    error_from_validation,
+    job_from_flat,
+)
+
+#: Jobs handed to Redis in one transaction, and results fetched in one pipeline.
+BATCH = 256
+
+#: rq's statuses of jobs that have ended.
+ENDED = frozenset({"finished", "failed", "stopped", "canceled"})
+
+#: One blocking read, in seconds; shorter than any sensible socket timeout.
+_BLOCK_SECONDS = 1.0
+
+
+_T = TypeVar("_T")
+
+
+class Producer:
+    """Hands prompts to the workers of a queue, and fetches what became of them.
+
+    `redis` is a URL or a connection (which must return bytes). `queue` is where jobs go whose `model` is not given;
+    a job's queue is named like its model. Connections made from a URL don't retry by themselves: a submission whose
+    reply was lost raises redis's ConnectionError, and submitting again under the same ids is safe.
+    """
+
+    def __init__(self, url_or_connection: str | redis.Redis, *, queue: str | None = None) -> None:
+        if isinstance(url_or_connection, str):
+            self.connection = connect(url_or_connection)
+        else:
+            self.connection = url_or_connection
+        self.queue = queue
+        self._queues: dict[str, Queue] = {}
+
+    def submit(self, job: PromptJob | None = None, /, **fields: Any) -> str:
+        """Enqueue one job, given whole or as PromptJob's and SamplingParams' fields side by side; return its id.
+
+        Raises JobError for fields that make no job. A job whose id is known already is not enqueued again.
+        """
+        return self.submit_many([job if job is not None else make_job(**fields)])[0]
+
+    def submit_many(self, jobs: Iterable[PromptJob]) -> list[str]:
+        """Enqueue jobs in batches, each batch in one transaction; return their ids in order."""
+        ids: list[str] = []
+        for batch in _batches(jobs):
+            named = [self._named(job) for job in batch]
+            self.enqueue(named)
+            ids.extend(str(job.id) for job in named)
+        return ids
+
+    def enqueue(self, jobs: Sequence[PromptJob]) -> set[str]:
+        """Enqueue jobs that have an id and a model, except those whose id is known; return the known ids."""
+        known: set[str] = set()
+        for model in dict.fromkeys(str(job.model) for job in jobs):
+            known |= self._enqueue({str(job.id): job for job in jobs if job.model == model}, self._queue(model))
+        return known
+
+    def result(self, job_id: str, timeout: float | None = None) -> Result:
+        """Wait for a job to end and return its result, whether it has output or an error.
+
+        `timeout` in seconds; None waits for ever. Raises JobNotFoundError, ResultTimeoutError.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        seen = b"0-0"
+        while True:
+            if (status := self.statuses([job_id])[job_id]) is None:
+                raise JobNotFoundError(job_id)
+            if status in ENDED and (result := self.results([job_id]).get(job_id)):
+                return result
+            left = _BLOCK_SECONDS if deadline is None else min(_BLOCK_SECONDS, deadline - time.monotonic())
+            if left <= 0:
+                raise ResultTimeoutError(job_id, timeout or 0.0)
+            reply: Any = self.connection.xread({keys.results(job_id): seen}, block=max(1, int(left * 1000)))
+            for _, entries in reply or ():
+                seen = entries[-1][0]  # a retried job's earlier entry must not wake us again
+
+    def results(self, ids: Iterable[str]) -> dict[str, Result]:
+        """The results of those of these jobs that have ended, in one pipeline per batch, without waiting."""
+        found: dict[str, Result] = {}
+        for batch in _batches(ids):
+            with self.connection.pipeline(transaction=False) as pipe:
+                for job_id in batch:
+                    pipe.hmget(keys.job(job_id), "status", "origin")
+                    pipe.xrevrange(keys.results(job_id), count=1)
+                replies = pipe.execute()
+            for job_id, (status, origin), entries in zip(batch, replies[::2], replies[1::2], strict=True):
+                if status is not None and status.decode() in ENDED:
+                    entry = entries[0][1] if entries else {}
+                    found[job_id] = _parse_result(job_id, status.decode(), (origin or b"").decode(), entry)
+        return found
+
+    def statuses(self, ids: Iterable[str]) -> dict[str, str | None]:
+        """rq's status of each job; None for one that Redis doesn't know."""
+        found: dict[str, str | None] = {}
+        for batch in _batches(ids):
+            with self.connection.pipeline(transaction=False) as pipe:
+                for job_id in batch:
+                    pipe.hget(keys.job(job_id), "status")
+                for job_id, status in zip(batch, pipe.execute(), strict=True):
+                    found[job_id] = status.decode() if status is not None else None
+        return found
+
+    def delete(self, ids: Iterable[str]) -> None:
+        """Remove jobs and their results. One that is queued or running is dropped by its worker, without a result."""
+        for batch in _batches(ids):
+            with self.connection.pipeline(transaction=False) as pipe:
+                for job_id in batch:
+                    pipe.hget(keys.job(job_id), "origin")
+                origins = pipe.execute()
+            with self.connection.pipeline(transaction=True) as pipe:
+                for job_id, origin in zip(batch, origins, strict=True):
+                    if origin is not None:
+                        pipe.zrem(keys.finished(origin.decode()), job_id)
+                        pipe.zrem(keys.failed(origin.decode()), job_id)
+                    pipe.delete(
+                        keys.job(job_id),
+                        keys.results(job_id),
+                        keys.executions(job_id),
+                        keys.dependents(job_id),
+                        keys.dependencies(job_id),
+                        keys.context(job_id),
+                        keys.tokens(job_id),
+                    )
+                pipe.execute()
+
+    def _named(self, job: PromptJob) -> PromptJob:
+        model = job.model or self.queue
+        if not model:
+            raise JobError("missing_model", "a job needs a model, or the producer a queue", param="model")
+        return job.model_copy(update={"id": job.id or uuid4().hex, "model": model})
+
+    def _queue(self, name: str) -> Queue:
+        if name not in self._queues:
+            self._queues[name] = Queue(name, connection=self.connection, serializer=serializer)
+        return self._queues[name]
+
+    def _enqueue(self, jobs: dict[str, PromptJob], queue: Queue) -> set[str]:
+        """Enqueue those jobs that don't exist. Watching their keys makes look and write one step."""
+        absent = dict(jobs)
+        while absent:
+            with self.connection.pipeline() as pipe:
+                pipe.watch(*map(keys.job, absent))  # type: ignore[no-untyped-call]
+                known = [job_id for job_id, status in self.statuses(absent).items() if status is not None]
+                if known:  # look again without them: a running job's hash changes all the time
+                    for job_id in known:
+                        del absent[job_id]
+                    continue
+                pipe.multi()
+                queue.enqueue_many([_job_data(job) for job in absent.values()], pipeline=pipe)
+                try:
+                    pipe.execute()
+                    break
+                except redis.WatchError:
+                    continue
+        return jobs.keys() - absent.keys()
+
+
+def connect(url: str) -> redis.Redis:
+    """A connection that raises when Redis is away, and doesn't send a command twice by itself."""
+    return redis.Redis.from_url(url, socket_timeout=10.0, retry=Retry(NoBackoff(), 0))
+
+
+def make_job(**fields: Any) -> PromptJob:
+    """A job from PromptJob's and SamplingParams' fields side by side. Raises JobError that names the field."""
+    try:
+        return job_from_flat(fields)
+    except ValidationError as error:
+        info = error_from_validation(error)
+        raise JobError(info.code, info.message, param=info.param) from None
+
+
+def _job_data(job: PromptJob) -> Any:
+    return Queue.prepare_data(
+        FUNCTION,
+        kwargs=job.to_kwargs(),
+        timeout=-1,  # never killed by the clock of rq
+        result_ttl=RESULT_TTL,
+        failure_ttl=FAILURE_TTL,
+        description=describe(job),
+        job_id=job.id,
+    )
+
+
+def describe(job: PromptJob) -> str:
+    """What `rq info` and dashboards show of a job: its size, never its text."""
+    if job.token_ids is not None:
+        size = f"{len(job.token_ids)} tokens"
+    elif job.messages is not None:
+        size = f"{sum(len(message.content) for message in job.messages)} characters in {len(job.messages)} messages"
+    else:
+        size = f"{len(job.prompt or '')} characters"
+    limit = "" if job.sampling.max_tokens is None else f", max_tokens {job.sampling.max_tokens}"
+    return f"generate: {size}{limit}"
+
+
+def _parse_result(job_id: str, status: str, model: str, entry: dict[bytes, bytes]) -> Result:
+    """Our worker's result; where rq or another worker ended the job, an error result made from what they left."""
+    payload = entry.get(b"return_value")
+    if payload is not None:
+        try:
+            return Result.model_validate(serializer.loads(b64decode(payload)))
+        except ValueError:
+            message = "its worker left a result that is not batonq's"
+            return Result(id=job_id, model=model, error=ErrorInfo(code="invalid_result", message=message))
+    reason = zlib.decompress(b64decode(entry[b"exc_string"])).decode() if b"exc_string" in entry else ""
+    last_line = reason.strip().rpartition("\n")[2]
+    message = f"the job was {status} without a result" + (f": {last_line}" if last_line else "")
+    return Result(id=job_id, model=model, error=ErrorInfo(code=f"job_{status}", message=message))
+
+
+def _batches(items: Iterable[_T]) -> Iterator[list[_T]]:
+    iterator = iter(items)
+    while batch := list(islice(iterator, BATCH)):
+        yield batch

@@ -1,0 +1,136 @@
+"""The output of a run, one row per input row in the form of OpenAI's batch output: how it is written and read again.
+
+The file is the truth about what is finished. A row counts once its line is complete, so a line that a crash cut off is
+dropped when the file is opened again, and its row is written anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batonq.producer.errors import StateError
+from batonq.producer.index import IndexedRow
+from batonq.producer.schema import Choice, ErrorInfo, Result
+
+_LINE_START = b'{"id": "batch_req_'
+
+
+class FinishedRow(NamedTuple):
+    """What a line of the output says about its row."""
+
+    custom_id: str
+    error_code: str | None
+
+
+def result_line(row: IndexedRow, result: Result) -> bytes:
+    """The output line of a row whose job has ended."""
+    if result.error is not None:
+        return error_line(row, result.error)
+    created = int(result.timings.finished or 0)
+    usage = result.usage
+    body: dict[str, Any] = {
+        "id": f"{'chatcmpl' if row.chat else 'cmpl'}-{result.id}",
+        "object": "chat.completion" if row.chat else "text_completion",
+        "created": created,
+        "model": result.model,
+        "choices": [_choice(choice, row.chat) for choice in result.choices],
+        "usage": usage
+        and {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.total_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        },
+        # Not OpenAI's: what it takes to have the same tokens again.
+        "batonq": {
+            "seed": result.seed,
+            "sampling": result.effective and result.effective.model_dump(mode="json", exclude_defaults=True),
+            "numerics": result.numerics,
+            "exact": result.exact,
+        },
+    }
+    return _line(row, response={"status_code": 200, "request_id": row.job_id, "body": body}, error=None)
+
+
+def error_line(row: IndexedRow, error: ErrorInfo) -> bytes:
+    """The output line of a row that has no output, and why."""
+    return _line(row, response=None, error=error.model_dump() | {"line": row.number})
+
+
+def _choice(choice: Choice, chat: bool) -> dict[str, Any]:
+    text: dict[str, Any] = {"message": {"role": "assistant", "content": choice.text}} if chat else {"text": choice.text}
+    return {"index": choice.index, **text, "logprobs": choice.logprobs, "finish_reason": choice.finish_reason}
+
+
+def _line(row: IndexedRow, *, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
+    fields = {"id": f"batch_req_{row.job_id}", "custom_id": row.custom_id, "response": response, "error": error}
+    return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
+
+
+class OutputFile:
+    """An output file to append to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def write(self, lines: Iterable[bytes]) -> None:
+        """Append lines and hand them to the kernel. Raises StateError, the file as it was, if the disk refuses."""
+        data = memoryview(b"".join(lines))
+        size = os.fstat(self._fd).st_size
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            os.ftruncate(self._fd, size)
+            raise StateError("output_not_written", f"{self.path}: {error.strerror}", path=str(self.path)) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def read_finished(path: Path, *, drop_errors: bool) -> Iterator[FinishedRow]:
+    """The rows that an output file has. Then it is mended: a torn tail goes and, if asked, so do the error rows.
+
+    Raises StateError for a file with anything else in it, and changes nothing then.
+    """
+    if not path.exists():
+        return
+    kept = path.with_name(path.name + ".rewrite")
+    with path.open("rb") as source, (kept if drop_errors else Path(os.devnull)).open("wb") as rewrite:
+        complete = 0
+        for number, line in enumerate(source, 1):
+            if not line.endswith(b"\n"):
+                if not line.startswith(_LINE_START[: len(line)]):
+                    raise _foreign(path, number)
+                break
+            row = _read_line(path, number, line)
+            complete += len(line)
+            if row.error_code is None or not drop_errors:
+                rewrite.write(line)
+            yield row
+    if drop_errors:
+        kept.replace(path)
+    else:
+        os.truncate(path, complete)
+
+
+def _read_line(path: Path, number: int, line: bytes) -> FinishedRow:
+    try:
+        fields = json.loads(line)
+        custom_id, response, error = fields["custom_id"], fields["response"], fields["error"]
+        status = response["status_code"] if error is None else 0
+        code = error["code"] if error is not None else (None if status < 400 else "error")
+    except (ValueError, KeyError, TypeError):
+        raise _foreign(path, number) from None
+    return FinishedRow(custom_id, code)
+
+
+def _foreign(path: Path, number: int) -> StateError:
+    message = f"{path}, line {number}, is no output row; name another output, or --overwrite to lose what is there"
+    return StateError("foreign_output", message, path=str(path), line=number)
