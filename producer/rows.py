@@ -138,14 +138,16 @@ def _custom_id(fields: dict[str, Any], default: str) -> str:
 def _make_job(fields: dict[str, Any]) -> PromptJob:
     batch_line = fields.keys() & {"method", "url", "body"}
     fields = _batch_body(fields) if batch_line else fields
-    for name in _RUN_FIELDS & fields.keys():
-        raise RowError("unknown_parameter", f"there is no parameter {name} in a row", param=name)
+    for name in fields:
+        if name in _RUN_FIELDS or _clean(name) != name:
+            raise RowError("unknown_parameter", f"there is no parameter {name} in a row", param=name)
     try:
         job = job_from_flat(_normalized(fields))
         serializer.dumps(job.to_kwargs())
     except ValidationError as error:
         info = error_from_validation(error)
-        raise RowError(info.code, info.message.replace("sampling.", "", 1), param=_flat(info)) from None
+        message = info.message.removeprefix("sampling: ").removeprefix("sampling.")
+        raise RowError(info.code, message, param=_flat(info)) from None
     except (ValueError, OverflowError) as error:
         # Lone surrogates, and in metadata integers beyond 64 bits or deep nesting: JSON, but nothing that can be sent.
         raise RowError("invalid_parameter", f"the row holds a value that cannot be sent: {error}") from None

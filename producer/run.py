@@ -72,9 +72,7 @@ def run(options: RunOptions, reporter: Reporter) -> int:
         last = _prepare(options, state, reporter)
         counts = state.index.counts(last)
         finished = counts.done + counts.errors
-        if finished == counts.total:
-            reporter.note(f"all {counts.total} rows are finished in {options.output} already")
-        else:
+        if finished < counts.total:
             stack.callback(reporter.end)
             reporter.begin(counts.total, finished)
             _Run(options, state, reporter, interrupt, last).work()

@@ -1,0 +1,148 @@
+"""The wire contract: what makes a job, what is refused and how the refusal names the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from batonq.engine.sampling_params import MAX_SEED, UNSUPPORTED_PARAMETERS, SamplingParams
+from batonq.producer import serializer
+from batonq.producer.schema import ErrorInfo, PromptJob, Result, error_from_validation, job_from_flat
+
+
+def refusal(fields: dict[str, Any]) -> ErrorInfo:
+    with pytest.raises(ValidationError) as caught:
+        job_from_flat(fields)
+    return error_from_validation(caught.value)
+
+
+text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
+token_ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20)
+messages = st.lists(st.fixed_dictionaries({"role": text, "content": text}), min_size=1, max_size=4)
+inputs = st.one_of(
+    st.fixed_dictionaries({"prompt": text}),
+    st.fixed_dictionaries({"token_ids": token_ids}),
+    st.fixed_dictionaries({"messages": messages}),
+)
+sampling = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.floats(0, 1e6) | st.none(),
+        "top_p": st.floats(0, 1, exclude_min=True) | st.none(),
+        "top_k": st.integers(-1, 10**6) | st.none(),
+        "min_p": st.floats(0, 1) | st.none(),
+        "max_tokens": st.integers(50, 10**6) | st.none(),
+        "min_tokens": st.integers(0, 50) | st.none(),
+        "stop": text | st.lists(text, max_size=4) | st.none(),
+        "stop_token_ids": st.lists(st.integers(0, 2**31 - 1), max_size=4) | st.none(),
+        "ignore_eos": st.booleans() | st.none(),
+        "seed": st.integers(0, MAX_SEED) | st.none(),
+    },
+)
+jobs = st.builds(lambda one, other: {**one, **other}, inputs, sampling)
+
+
+@given(jobs)
+def test_a_job_survives_the_wire(fields: dict[str, Any]) -> None:
+    job = job_from_flat(fields)
+    assert PromptJob.model_validate(serializer.loads(serializer.dumps(job.to_kwargs()))) == job
+
+
+@given(jobs)
+def test_null_means_default(fields: dict[str, Any]) -> None:
+    without = {name: value for name, value in fields.items() if value is not None}
+    assert job_from_flat(fields) == job_from_flat(without)
+
+
+@pytest.mark.parametrize("name", ["n", "stream", "priority", "exact", "deadline", "metadata", "custom_id", "sampling"])
+def test_null_means_default_in_a_job_too(name: str) -> None:
+    assert PromptJob.model_validate({"prompt": "a", name: None}) == PromptJob(prompt="a")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_k", -2),
+        ("min_p", -0.5),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("seed", -1),
+        ("seed", MAX_SEED + 1),
+        ("stop", [""]),
+        ("stop_token_ids", [-1]),
+        ("temperature", "hot"),
+    ],
+)
+def test_a_value_out_of_range_names_its_field(name: str, value: Any) -> None:
+    error = refusal({"prompt": "a", name: value})
+    assert error.code == "invalid_parameter"
+    assert error.param is not None
+    assert error.param.split(".")[:2] == ["sampling", name]
+    assert name in error.message
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED_PARAMETERS))
+def test_what_is_not_carried_out_is_refused_by_name(name: str) -> None:
+    error = refusal({"prompt": "a", name: 1})
+    assert (error.code, error.param) == ("unsupported_parameter", f"sampling.{name}")
+
+
+@pytest.mark.parametrize(("name", "value"), [("n", 2), ("stream", True), ("priority", 1), ("deadline", 5)])
+def test_what_jobs_may_carry_but_is_not_carried_out_yet(name: str, value: Any) -> None:
+    error = refusal({"prompt": "a", name: value})
+    assert (error.code, error.param) == ("unsupported_parameter", name)
+
+
+def test_an_unknown_parameter() -> None:
+    assert refusal({"prompt": "a", "temprature": 1}).code == "unknown_parameter"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"prompt": ""},
+        {"messages": []},
+        {"token_ids": []},
+        {"prompt": "a", "messages": [{"role": "u", "content": "b"}]},
+    ],
+)
+def test_exactly_one_input(fields: dict[str, Any]) -> None:
+    assert refusal(fields).code == "invalid_parameter"
+
+
+def test_text_parts_are_joined_and_others_refused() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    job = job_from_flat({"messages": [{"role": "user", "content": parts}]})
+    assert job.messages is not None
+    assert job.messages[0].content == "ab"
+    error = refusal({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})
+    assert error.param == "messages.0.content"
+
+
+@pytest.mark.parametrize("bad", ["", "a b", "a:b", "x" * 129, "ä"])
+def test_ids_are_safe_in_a_key(bad: str) -> None:
+    assert refusal({"prompt": "a", "id": bad}).param == "id"
+    assert refusal({"prompt": "a", "client_id": bad}).param == "client_id"
+
+
+def test_a_long_value_is_shown_in_part() -> None:
+    assert len(refusal({"prompt": "a", "temperature": "x" * 10_000}).message) < 300
+
+
+def test_a_result_survives_the_wire() -> None:
+    result = Result(id="a", model="m", effective=SamplingParams(seed=3), error=ErrorInfo(code="c", message="m"))
+    assert Result.model_validate(serializer.loads(serializer.dumps(result.model_dump(mode="json")))) == result
+
+
+def test_a_pickle_is_no_payload() -> None:
+    with pytest.raises(ValueError, match=r"npack|extra"):
+        serializer.loads(b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x07builtins\x94.")
