@@ -42,3 +42,48 @@ class DuplicateContext(EngineError):
 
 class IllegalTransition(RuntimeError):
     """A bug: a context was asked to change state in a way that its life does not have."""
+
+
+class ModelNotFound(EngineError):
+    """A model name that leads to no model on this machine, and from nowhere else either."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__("model_not_found", f"model {name}: {reason}", "model")
+        self.name = name
+        self.reason = reason
+
+
+class ModelNotUsable(EngineError):
+    """A model directory whose files are missing, damaged or don't fit each other."""
+
+    def __init__(self, directory: str, reason: str) -> None:
+        super().__init__("model_not_usable", f"the model in {directory} can't be used: {reason}", "model")
+        self.directory = directory
+        self.reason = reason
+
+
+class UnsupportedModel(EngineError):
+    """A model whose configuration asks for what no program here does."""
+
+    def __init__(self, field: str, value: object, supported: str) -> None:
+        super().__init__("unsupported_model", f"{field} is {value!r}; supported: {supported}", "model")
+        self.field = field
+        self.value = value
+        self.supported = supported
+
+
+class NoChatTemplate(EngineError):
+    """A model that comes without a chat template, so that `messages` can't become a prompt."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(
+            "no_chat_template", f"the model in {directory} has no chat template; send a prompt", "messages"
+        )
+        self.directory = directory
+
+
+class ChatTemplateError(EngineError):
+    """Messages that a chat template refuses or fails on."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("chat_template_error", message, "messages")
