@@ -80,6 +80,8 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(error.message)
     except redis.RedisError as error:
         _fail(f"Redis: {error}")
+    except OSError as error:  # a file that may not be read, a directory that may not be written
+        _fail(str(error))
 
 
 def _fail(message: str) -> None:

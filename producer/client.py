@@ -17,7 +17,7 @@ from redis.retry import Retry
 from rq import Queue
 
 from batonq.producer import keys, serializer
-from batonq.producer.errors import JobError, JobNotFoundError, ResultTimeoutError
+from batonq.producer.errors import JobError, JobNotFoundError, ProducerError, ResultTimeoutError
 from batonq.producer.schema import (
     FAILURE_TTL,
     FUNCTION,
@@ -25,7 +25,7 @@ from batonq.producer.schema import (
     ErrorInfo,
     PromptJob,
     Result,
-    error_from_validation,
+    error_from_flat,
     job_from_flat,
 )
 
@@ -182,8 +182,14 @@ class Producer:
 
 
 def connect(url: str) -> redis.Redis:
-    """A connection that raises when Redis is away, and doesn't send a command twice by itself."""
-    return redis.Redis.from_url(url, socket_timeout=10.0, retry=Retry(NoBackoff(), 0))
+    """A connection that raises when Redis is away, and doesn't send a command twice by itself.
+
+    Raises ProducerError for what is no URL.
+    """
+    try:
+        return redis.Redis.from_url(url, socket_timeout=10.0, retry=Retry(NoBackoff(), 0))
+    except ValueError as error:
+        raise ProducerError("invalid_redis_url", str(error), param="redis_url") from None
 
 
 def make_job(**fields: Any) -> PromptJob:
@@ -191,7 +197,7 @@ def make_job(**fields: Any) -> PromptJob:
     try:
         return job_from_flat(fields)
     except ValidationError as error:
-        info = error_from_validation(error)
+        info = error_from_flat(error)
         raise JobError(info.code, info.message, param=info.param) from None
 
 

@@ -34,7 +34,7 @@ class OnDuplicate(StrEnum):
     ERROR = "error"
 
 
-def run(  # noqa: PLR0913, PLR0917 - one parameter an option
+def run(
     input_file: Annotated[Path, typer.Option("--input", "-i", help="JSONL: OpenAI batch lines, or plain rows.")],
     output_file: Annotated[Path, typer.Option("--output", "-o", help="JSONL in the form of OpenAI's batch output.")],
     model: _Model,
@@ -106,7 +106,7 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
     raise typer.Exit(run_rows(options, Reporter()))
 
 
-def submit(  # noqa: PLR0913, PLR0917 - one parameter an option
+def submit(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
     model: _Model,
     redis_url: _RedisUrl = None,

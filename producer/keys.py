@@ -6,7 +6,9 @@ The prefix is rq's `RQ_KEY_PREFIX`, read from the environment when rq is importe
 
 from __future__ import annotations
 
-from rq.defaults import RQ_KEY_PREFIX as PREFIX
+from rq.defaults import RQ_KEY_PREFIX
+
+PREFIX = RQ_KEY_PREFIX
 
 WORKERS = f"{PREFIX}:workers"
 SUSPENDED = f"{PREFIX}:suspended"

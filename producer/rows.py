@@ -10,10 +10,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 from pydantic import ValidationError
 
-from batonq.engine.sampling_params import SamplingParams
 from batonq.producer import serializer
 from batonq.producer.errors import RowError
-from batonq.producer.schema import ErrorInfo, PromptJob, error_from_validation, job_from_flat
+from batonq.producer.schema import ErrorInfo, PromptJob, error_from_flat, job_from_flat
 
 #: Longest line that is read, in bytes, its end excluded.
 MAX_LINE_BYTES = 10_000_000
@@ -145,9 +144,8 @@ def _make_job(fields: dict[str, Any]) -> PromptJob:
         job = job_from_flat(_normalized(fields))
         serializer.dumps(job.to_kwargs())
     except ValidationError as error:
-        info = error_from_validation(error)
-        message = info.message.removeprefix("sampling: ").removeprefix("sampling.")
-        raise RowError(info.code, message, param=_flat(info)) from None
+        info = error_from_flat(error)
+        raise RowError(info.code, info.message, param=info.param) from None
     except (ValueError, OverflowError) as error:
         # Lone surrogates, and in metadata integers beyond 64 bits or deep nesting: JSON, but nothing that can be sent.
         raise RowError("invalid_parameter", f"the row holds a value that cannot be sent: {error}") from None
@@ -202,11 +200,3 @@ def _normalized(fields: dict[str, Any]) -> dict[str, Any]:
 def _clean(text: str | None) -> str | None:
     """Text that UTF-8 can hold: lone surrogates, which JSON can spell, are escaped."""
     return None if text is None else text.encode(errors="backslashreplace").decode()
-
-
-def _flat(info: ErrorInfo) -> str | None:
-    """The name by which the row knows the field at fault."""
-    if info.param != "sampling":
-        return (info.param or "").removeprefix("sampling.") or None
-    first_word = info.message.removeprefix("sampling: ").split(" ", 1)[0]
-    return first_word if first_word in SamplingParams.model_fields else info.param

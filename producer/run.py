@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sqlite3
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from redis import exceptions as redis_errors
 from batonq.producer import keys
 from batonq.producer.client import Producer
 from batonq.producer.dispatch import Dispatch, Sinks
-from batonq.producer.errors import InputError
+from batonq.producer.errors import InputError, StateError
 from batonq.producer.interrupt import EXIT_CODE as INTERRUPTED
 from batonq.producer.interrupt import Interrupt
 from batonq.producer.local import LocalFleet
@@ -65,6 +66,13 @@ class RunOptions:
 def run(options: RunOptions, reporter: Reporter) -> int:
     """Run it and return the exit code: 0, 3 if some rows are errors, 130 if interrupted. Raises ProducerError."""
     _check_paths(options)
+    try:
+        return _run(options, reporter)
+    except sqlite3.Error as error:
+        raise StateError("index_failed", f"the index of {options.output} cannot be used: {error}") from error
+
+
+def _run(options: RunOptions, reporter: Reporter) -> int:
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
         state = RunState(options.output)

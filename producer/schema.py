@@ -198,3 +198,13 @@ def error_from_validation(error: ValidationError) -> ErrorInfo:
     where = f"{param}: " if param else ""
     suffix = "" if first["type"] == "value_error" else f" (got {shown})"
     return ErrorInfo(code="invalid_parameter", message=f"{where}{message}{suffix}", param=param)
+
+
+def error_from_flat(error: ValidationError) -> ErrorInfo:
+    """As `error_from_validation`, with the fields named as `job_from_flat` takes them (`top_p`)."""
+    info = error_from_validation(error)
+    message = info.message.removeprefix("sampling: ").removeprefix("sampling.")
+    param = (info.param or "").removeprefix("sampling.") or None
+    if param == "sampling":  # two fields contradict each other; the message begins with the one at fault
+        param = message.split(" ", 1)[0]
+    return ErrorInfo(code=info.code, message=message, param=param)

@@ -40,9 +40,7 @@ class NullRunner:
     def forward(self, plan: Plan) -> list[list[int]]:
         """For each sampling row, all its tokens as the memory holds them."""
         for row in plan.rows:
-            for at, token in zip(
-                range(row.start, row.stop), row.context.tokens(row.start, row.stop), strict=True
-            ):
+            for at, token in zip(range(row.start, row.stop), row.context.tokens(row.start, row.stop), strict=True):
                 self.memory[row.block_table[at // BLOCK_SIZE]][at % BLOCK_SIZE] = token
         read = {id(row): self._read(row.block_table, row.stop) for row in plan.rows}
         for row in plan.rows:
