@@ -25,19 +25,21 @@ from batonq.engine.scheduler import Scheduler
 from batonq.engine.text import TextState, Vocabulary
 
 Logits = TypeVar("Logits")
+LogitsOut_co = TypeVar("LogitsOut_co", covariant=True)
+LogitsIn_contra = TypeVar("LogitsIn_contra", contravariant=True)
 
 
-class Runner(Protocol[Logits]):
+class Runner(Protocol[LogitsOut_co]):
     """Computes a plan."""
 
-    def forward(self, plan: Plan) -> Logits:
+    def forward(self, plan: Plan) -> LogitsOut_co:
         """Logits of `plan.sampling_rows`, in order."""
 
 
-class Sampler(Protocol[Logits]):
+class Sampler(Protocol[LogitsIn_contra]):
     """Draws the next token of each sampling row."""
 
-    def sample(self, plan: Plan, logits: Logits) -> Sequence[int | EngineError]:
+    def sample(self, plan: Plan, logits: LogitsIn_contra) -> Sequence[int | EngineError]:
         """One token id, or what is wrong with that row alone, for each of `plan.sampling_rows`."""
 
 

@@ -22,7 +22,7 @@ class Backend(Protocol):
         """Logits, float32 [rows asked for, vocabulary]."""
 
 
-class Runner:
+class BackendRunner:
     """Owns the backend, and through it the memory of the KV blocks."""
 
     def __init__(self, backend: Backend) -> None:

@@ -21,6 +21,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "serializer":  # rq looks `serializer="batonq.producer.serializer"` up as an attribute
+        return import_module("batonq.producer.serializer")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -18,21 +19,7 @@ from batonq.engine.errors import ContextLengthExceeded
 from batonq.engine.sampling_params import SamplingParams
 from batonq.engine.scheduler import MAX_OPTIMISTIC_PREEMPTIONS
 from tests.support import null_engine
-
-
-def alone(prompt: list[int], params: SamplingParams) -> list[int]:
-    """The output of a prompt by definition: one token after another, no engine."""
-    tokens, output = list(prompt), []
-    assert params.max_tokens is not None
-    while len(output) < params.max_tokens:
-        token = null_engine.next_token(tokens, params, len(output))
-        output.append(token)
-        tokens.append(token)
-        if token in params.stop_token_ids or (token == null_engine.EOS and not params.ignore_eos):
-            break
-        if len(output) >= params.min_tokens and any(stop.encode() in bytes(output) for stop in params.stop):
-            break
-    return output
+from tests.support.definition import alone
 
 
 @dataclass
@@ -76,16 +63,14 @@ class EngineLife(RuleBasedStateMachine):
         self.count += 1
         name = f"c{self.count}"
         room = min(self.engine.limits.max_model_len, self.engine.limits.kv_cache_tokens) - len(prompt)
-        try:
-            context = self.engine.add(name, prompt, params)
-        except ContextLengthExceeded as error:
-            assert room < 1
-            assert error.input_tokens == len(prompt)
+        if room < 1:
+            with pytest.raises(ContextLengthExceeded, match=f"the input has {len(prompt)} tokens"):
+                self.engine.add(name, prompt, params)
             assert name not in self.engine.contexts
-        else:
-            assert room >= 1
-            assert context.max_tokens == min(params.max_tokens or room, room)
-            self.expected[name] = Expected(prompt, context)
+            return
+        context = self.engine.add(name, prompt, params)
+        assert context.max_tokens == min(params.max_tokens or room, room)
+        self.expected[name] = Expected(prompt, context)
 
     @rule(pick=st.integers(0, 99))
     def abort(self, pick: int) -> None:

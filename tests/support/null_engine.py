@@ -7,6 +7,8 @@ through the block tables. So a wrong block, a stale one or a row that was skippe
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from array import array
 from collections.abc import Sequence
 
@@ -33,13 +35,23 @@ def next_token(tokens: Sequence[int], params: SamplingParams, output_length: int
     return 1 + digest[1] % (VOCAB_SIZE - 1)
 
 
+#: A prompt that begins with this kills the process that computes it.
+POISON = b"\xee\xee"
+
+
 class NullRunner:
-    def __init__(self, num_blocks: int) -> None:
+    """`step_seconds` is how long a step takes at least, so that tests meet contexts while they run."""
+
+    def __init__(self, num_blocks: int, step_seconds: float) -> None:
         self.memory = [[-1] * BLOCK_SIZE for _ in range(num_blocks)]
+        self._step_seconds = step_seconds
 
     def forward(self, plan: Plan) -> list[list[int]]:
         """For each sampling row, all its tokens as the memory holds them."""
+        time.sleep(self._step_seconds)
         for row in plan.rows:
+            if bytes(row.context.input_token_ids[: len(POISON)]) == POISON:
+                os._exit(66)
             for at, token in zip(range(row.start, row.stop), row.context.tokens(row.start, row.stop), strict=True):
                 self.memory[row.block_table[at // BLOCK_SIZE]][at % BLOCK_SIZE] = token
         read = {id(row): self._read(row.block_table, row.stop) for row in plan.rows}
@@ -65,7 +77,11 @@ class ByteEncoder:
 
 
 def build(
-    num_blocks: int = 64, max_model_len: int = 128, max_num_seqs: int = 8, max_num_batched_tokens: int = 16
+    num_blocks: int = 64,
+    max_model_len: int = 128,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 16,
+    step_seconds: float = 0.0,
 ) -> Engine[list[list[int]]]:
     """A null engine: one byte a token, EOS is 0, blocks of 4 tokens."""
     spec = ModelSpec(
@@ -82,4 +98,4 @@ def build(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory_bytes=num_blocks
     )
     vocabulary = Vocabulary([bytes([value]) for value in range(VOCAB_SIZE)], frozenset({EOS}))
-    return Engine(spec, config, NullRunner(num_blocks), NullSampler(), ByteEncoder(), vocabulary)
+    return Engine(spec, config, NullRunner(num_blocks, step_seconds), NullSampler(), ByteEncoder(), vocabulary)

@@ -1,0 +1,113 @@
+"""Puts an engine together for a model, and the light half of it that turns requests into token ids.
+
+The two may live in different processes: only `load_engine` needs torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from batonq.engine.config import EngineConfig
+from batonq.engine.engine import Engine, ModelSpec
+from batonq.engine.text import Vocabulary
+from batonq.engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from batonq.engine.models import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """All that decides which engine is built."""
+
+    #: A directory, a GGUF file, the alias `smollm2-135m`, or a hub id.
+    model: str
+    #: Name under which it is served; empty: the alias or the directory's name.
+    served_model_name: str = ""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    config: EngineConfig = field(default_factory=EngineConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for the wire."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> EngineOptions:
+        """Inverse of `to_dict`."""
+        return cls(**{**data, "config": EngineConfig(**data["config"])})
+
+
+def default_served_model_name(model: str) -> str:
+    """The alias, the directory's or file's name, or the last part of a hub id."""
+    path = Path(model).expanduser()
+    return path.stem if path.suffix == ".gguf" else (path.resolve().name if path.is_dir() else path.name)
+
+
+def load_engine(options: dict[str, Any]) -> tuple[Engine[Tensor], Path]:
+    """Build the engine that `EngineOptions.to_dict` describes; with it the model's directory, for `Frontend`.
+
+    Raises EngineError (a model that is not there or not supported, a cache without room) and OSError.
+    """
+    # Imported here: torch takes seconds and hundreds of MB, and `Frontend` doesn't need it.
+    from batonq.engine.models import load_model, resolve_model  # noqa: PLC0415
+    from batonq.engine.runner import BackendRunner  # noqa: PLC0415
+    from batonq.engine.sampler import TorchSampler  # noqa: PLC0415
+    from batonq.kernels.reference import ReferenceBackend  # noqa: PLC0415
+
+    wanted = EngineOptions.from_dict(options)
+    model = load_model(resolve_model(wanted.model), wanted.dtype)
+    frontend = Frontend(model.directory)
+    cache = model.program.kv_cache
+    num_blocks = wanted.config.kv_cache_memory_bytes // cache.bytes_per_block
+    backend = ReferenceBackend(model.program, model.weights, num_blocks, wanted.config.num_threads)
+    eos = frozenset(frontend.tokenizer.eos_token_ids)
+    spec = ModelSpec(
+        model_id=wanted.served_model_name or model.name,
+        max_model_len=model.max_model_len,
+        vocab_size=model.program.vocab_size,
+        eos_token_ids=eos,
+        block_size=cache.block_size,
+        bytes_per_block=cache.bytes_per_block,
+        numerics_id=backend.numerics_id,
+        namespace=_namespace(model, backend.numerics_id, backend.layout_id),
+    )
+    engine = Engine(spec, wanted.config, BackendRunner(backend), TorchSampler(eos), frontend, frontend.vocabulary)
+    return engine, model.directory
+
+
+def _namespace(model: LoadedModel, numerics_id: str, layout_id: str) -> bytes:
+    """All that makes two KV blocks of the same tokens differ; a model's name is not part of it."""
+    parts = (model.weights_digest, numerics_id.encode(), layout_id.encode())
+    return hashlib.blake2b(b"\0".join(parts), digest_size=16).digest()
+
+
+class Frontend:
+    """Token ids from text and conversations, and the bytes of tokens, for the model in a directory."""
+
+    def __init__(self, model_directory: Path) -> None:
+        self._directory = model_directory
+        self.tokenizer = Tokenizer.from_directory(model_directory)
+        self.vocabulary = Vocabulary(self.tokenizer.token_bytes, frozenset(self.tokenizer.special_token_ids))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt; BOS exactly once if the model wants it."""
+        return self.tokenizer.encode(text)
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant speaks. Raises EngineError without a template."""
+        from batonq.engine.chat_template import ChatTemplate  # noqa: PLC0415  # jinja2, for chats only
+
+        template = ChatTemplate.from_directory(self._directory)
+        # The template writes the special tokens itself.
+        return self.tokenizer.encode(template.render(list(messages)), add_special_tokens=False)
+
+
+def load_frontend(model_directory: str) -> Frontend:
+    """The light half of the engine for a model's directory."""
+    return Frontend(Path(model_directory))

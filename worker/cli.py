@@ -1,0 +1,125 @@
+"""`batonq worker`: its options, and what becomes of its errors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import sys
+import uuid
+from importlib import import_module
+from typing import Annotated, Literal
+
+import redis
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from batonq.engine.config import EngineConfig
+from batonq.engine.errors import EngineError
+from batonq.worker.errors import WorkerError
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_DEFAULTS = EngineConfig()
+
+DTypeName = Literal["float32", "bfloat16"]
+
+
+def parse_memory(text: str) -> int:
+    """Bytes of "2GiB", "512M" or "1073741824"; the units are powers of 1024."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a size such as 512MiB or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def worker(
+    model: Annotated[str, typer.Option(help="A directory, a GGUF file, the alias smollm2-135m, or a hub id.")],
+    redis_url: Annotated[
+        str, typer.Option(envvar="REDIS_URL", help="The server that holds the queue.")
+    ] = "redis://localhost:6379",
+    served_model_name: Annotated[
+        str, typer.Option(help="Queue and model name of the jobs. Default: the alias or the directory's name.")
+    ] = "",
+    name: Annotated[str, typer.Option(help="Name of this worker. Default: host, process id and chance.")] = "",
+    burst: Annotated[bool, typer.Option("--burst", help="End once the queue is empty and all jobs are done.")] = False,
+    dtype: Annotated[DTypeName, typer.Option(help="Arithmetic and KV cache.")] = "float32",
+    max_num_seqs: Annotated[int, typer.Option(help="Contexts that run at once.")] = _DEFAULTS.max_num_seqs,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Tokens that one step computes, prefill and decode together.")
+    ] = _DEFAULTS.max_num_batched_tokens,
+    kv_cache_memory: Annotated[
+        int, typer.Option(parser=parse_memory, metavar="SIZE", help="Memory of the KV blocks, such as 2GiB.")
+    ] = "1GiB",  # type: ignore[assignment]
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest context in tokens. Default: what the model was trained for.")
+    ] = None,
+    num_threads: Annotated[
+        int | None, typer.Option(envvar="BATONQ_NUM_THREADS", help="Threads of the arithmetic. Default: all cores.")
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(hidden=True, help="Module with load_engine and load_frontend, for an engine of one's own.")
+    ] = "batonq.engine.loading",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve a model: claim jobs from its queue, run them in one continuous batch, publish the results.
+
+    Ctrl-C or SIGTERM stops it in order: it finishes the step, commits the tokens and gives unfinished jobs back to the
+    front of the queue, where another worker carries them on. A second one stops it at once.
+
+    Example: batonq worker --model smollm2-135m --redis-url redis://localhost:6379 --kv-cache-memory 2GiB
+    """
+    set_up_logging(log_level)
+    try:
+        config = EngineConfig(max_num_seqs, max_num_batched_tokens, kv_cache_memory, max_model_len, num_threads)
+        serve(engine, model, served_model_name, dtype, config, redis_url, name, burst)
+    except (WorkerError, EngineError) as error:
+        typer.echo(f"batonq worker: {error.message}", err=True)
+        raise typer.Exit(1) from None
+    except redis.RedisError as error:
+        typer.echo(f"batonq worker: the server at {redis_url} can't be used: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def serve(
+    engine: str,
+    model: str,
+    served_model_name: str,
+    dtype: DTypeName,
+    config: EngineConfig,
+    redis_url: str,
+    name: str,
+    burst: bool,
+) -> None:
+    """Run a worker with these settings until it is stopped."""
+    # Imported here, so that `--help` and the other commands don't wait for it.
+    from batonq.engine.loading import EngineOptions, default_served_model_name  # noqa: PLC0415
+    from batonq.worker.worker import WorkerOptions, run_worker  # noqa: PLC0415
+
+    queue = served_model_name or default_served_model_name(model)
+    options = EngineOptions(model, queue, dtype, config)
+    run_worker(
+        WorkerOptions(
+            redis_url=redis_url,
+            queue=queue,
+            name=name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}",
+            engine=engine,
+            engine_options=options.to_dict(),
+            load_frontend=import_module(engine).load_frontend,
+            burst=burst,
+        )
+    )
+
+
+def set_up_logging(level: str) -> None:
+    """Log to stderr: in colour on a terminal, plain lines elsewhere."""
+    numeric = logging.getLevelNamesMapping().get(level.upper())
+    if numeric is None:
+        raise typer.BadParameter(f"{level!r} is not one of debug, info, warning, error")
+    if sys.stderr.isatty():
+        logging.basicConfig(
+            level=numeric, format="%(message)s", handlers=[RichHandler(console=Console(stderr=True), show_path=False)]
+        )
+    else:
+        logging.basicConfig(level=numeric, format="%(asctime)s %(levelname)s %(message)s")

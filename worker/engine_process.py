@@ -1,0 +1,101 @@
+"""The child process as the parent sees it: started, spoken to, and gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import subprocess
+import sys
+from typing import Any
+
+from batonq.worker.errors import EngineUnavailable, ModelUnavailable
+from batonq.worker.messages import Channel, Load, LoadFailed, Message, Ready
+from batonq.worker.signals import StopRequests
+
+#: Engine processes that may die in a row before they are ready.
+MAX_START_FAILURES = 3
+#: Seconds that a child has for its exit once its end of the channel is closed.
+EXIT_SECONDS = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class EngineProcess:
+    """A child that builds the engine named by `engine` (a module with `load_engine`) from plain `options`."""
+
+    def __init__(self, engine: str, options: dict[str, Any]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "batonq.worker.child", str(theirs.fileno()), str(os.getpid())]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
+        self._channel = Channel(ours)
+        self.send(Load(engine, options))
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """For select: readable when a message is there or the child is gone."""
+        return self._channel.fileno()
+
+    def send(self, message: Message) -> None:
+        """Send, unless the child is gone: that shows in `gone`."""
+        self._channel.send(message)
+
+    def receive(self) -> list[Message]:
+        """Messages that are there."""
+        return self._channel.receive(wait=False)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the child has closed its end, and everything that it ever said has been received."""
+        return self._channel.closed
+
+    def await_ready(self, stops: StopRequests) -> Ready | None:
+        """Wait for the engine. None if the child died or a stop request came first; LoadFailed raises."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self, selectors.EVENT_READ)
+            selector.register(stops, selectors.EVENT_READ)
+            while not self.gone and not stops.count:
+                selector.select()
+                for message in self.receive():
+                    if isinstance(message, LoadFailed):
+                        raise ModelUnavailable(message.code, message.message)
+                    if isinstance(message, Ready):
+                        return message
+        return None
+
+    def end(self, seconds: float = EXIT_SECONDS) -> int:
+        """Wait for the exit, killing after `seconds`; the exit status, negative for a signal."""
+        try:
+            status = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        self._channel.close()
+        return status
+
+
+def start_engine(engine: str, options: dict[str, Any], stops: StopRequests) -> tuple[EngineProcess, Ready] | None:
+    """Start a child and wait until its engine is ready; None if a stop request came first.
+
+    Raises ModelUnavailable if the engine can't be built, EngineUnavailable if the child dies again and again.
+    """
+    for _ in range(MAX_START_FAILURES):
+        process = EngineProcess(engine, options)
+        try:
+            ready = process.await_ready(stops)
+        except ModelUnavailable:
+            process.end()
+            raise
+        if ready is not None:
+            return process, ready
+        status = process.end(0 if stops.count else EXIT_SECONDS)
+        if stops.count:
+            return None
+        logger.error("the engine ended with status %d before it was ready", status)
+    raise EngineUnavailable("engine_start_failed", f"the engine died {MAX_START_FAILURES} times before it was ready")

@@ -1,0 +1,132 @@
+"""The worker as rq's tools see it: its hash, its place in the sets of workers, its heartbeat.
+
+Written by hand to rq 3.0's layout instead of through `rq.worker.BaseWorker`, which leans on signal handlers, death
+penalties and a socket timeout of its own. The hash also says which process it is, so that a worker starting on the same
+machine can tell at once that another one is dead.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import redis
+from rq.utils import as_text
+from rq.version import VERSION as RQ_VERSION
+
+from batonq.producer import keys
+from batonq.worker.scripts import Ownership, iso
+
+#: Seconds without a heartbeat after which rq counts a worker as gone. rq's default.
+WORKER_TTL = 420
+
+_PROCESS_FIELD = "batonq_process"
+
+
+def process_identity(pid: int) -> str | None:
+    """Names a process beyond doubt: boot, pid namespace, pid and start time. None if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        namespace = Path("/proc/self/ns/pid").readlink()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, *numbers = stat.rpartition(")")[2].split()
+    if state in ("Z", "X"):
+        return None
+    return f"{boot} {namespace} {pid} {numbers[18]}"
+
+
+def _is_dead(identity: str) -> bool:
+    """Whether a process of this machine (boot and pid namespace) is known to be gone."""
+    own = process_identity(os.getpid())
+    assert own is not None
+    boot, namespace, pid, _ = identity.split(" ")
+    return own.split(" ")[:2] == [boot, namespace] and process_identity(int(pid)) != identity
+
+
+class Registration:
+    """One worker's records in Redis."""
+
+    def __init__(self, connection: redis.Redis, name: str, queue: str) -> None:
+        self._connection = connection
+        self.name = name
+        self.queue = queue
+        self._key = keys.worker(name)
+
+    def birth(self) -> None:
+        """Enter the worker into rq's books."""
+        now = iso(time.time())
+        with self._connection.pipeline() as pipeline:
+            pipeline.delete(self._key)
+            pipeline.hset(
+                self._key,
+                mapping={
+                    "birth": now,
+                    "last_heartbeat": now,
+                    "queues": self.queue,
+                    "pid": os.getpid(),
+                    "hostname": socket.gethostname(),
+                    "ip_address": "unknown",
+                    "version": RQ_VERSION,
+                    "python_version": sys.version,
+                    "state": "idle",
+                    _PROCESS_FIELD: process_identity(os.getpid()) or "",
+                },
+            )
+            pipeline.expire(self._key, WORKER_TTL + 60)
+            pipeline.sadd(keys.WORKERS, self._key)
+            pipeline.sadd(keys.workers_of_queue(self.queue), self._key)
+            pipeline.execute()
+
+    def heartbeat(self, owned: list[Ownership], state: str) -> None:
+        """Renew the records of the worker and of what it runs."""
+        now = time.time()
+        with self._connection.pipeline(transaction=False) as pipeline:
+            pipeline.hset(self._key, mapping={"last_heartbeat": iso(now), "state": state})
+            pipeline.expire(self._key, WORKER_TTL + 60)
+            for owner in owned:
+                execution = keys.execution(owner.job_id, owner.execution_id)
+                pipeline.hset(execution, "last_heartbeat", now)
+                pipeline.expire(execution, WORKER_TTL)
+                pipeline.expire(keys.executions(owner.job_id), WORKER_TTL)
+            pipeline.execute()
+
+    def death(self) -> None:
+        """Strike the worker out; its hash stays for a minute."""
+        self._strike(self._key, self.name)
+
+    def _strike(self, key: str, name: str) -> None:
+        with self._connection.pipeline() as pipeline:
+            pipeline.srem(keys.WORKERS, key)
+            pipeline.srem(keys.workers_of_queue(self.queue), key)
+            pipeline.hset(key, "death", iso(time.time()))
+            pipeline.expire(key, 60)
+            pipeline.delete(keys.worker_executions(name))
+            pipeline.execute()
+
+    def dead_on_this_machine(self) -> list[str]:
+        """Names of this queue's workers that are registered and whose process is known to be gone."""
+        prefix = keys.worker("")
+        members = self._connection.smembers(keys.workers_of_queue(self.queue))
+        names = sorted(as_text(member).removeprefix(prefix) for member in members)
+        identities = [(name, self._connection.hget(keys.worker(name), _PROCESS_FIELD)) for name in names]
+        return [name for name, identity in identities if identity and _is_dead(as_text(identity))]
+
+    def executions_of(self, name: str) -> list[Ownership]:
+        """What a worker owns by the server's books, oldest claim first."""
+        members = self._connection.smembers(keys.worker_executions(name))
+        found = []
+        for member in members:
+            job_id, _, execution_id = as_text(member).rpartition(":")
+            epoch, started = self._connection.hmget(keys.job(job_id), "batonq_epoch", "started_at")
+            if epoch is not None:
+                found.append((started or b"", Ownership(job_id, execution_id, int(epoch))))
+        return [owner for _, owner in sorted(found, key=lambda pair: (pair[0], pair[1].job_id))]
+
+    def bury(self, name: str) -> None:
+        """Strike a dead worker out."""
+        self._strike(keys.worker(name), name)
