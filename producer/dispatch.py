@@ -1,8 +1,8 @@
 """Keeps a bounded number of rows under way, and writes each as it ends.
 
-A row is written to the output, then recorded in the index, and only then deleted from Redis, so that a kill between any
-two of these loses nothing and does nothing twice: what the output has is finished, what Redis knows is not enqueued
-again, and the rest is pending.
+A row is written to the output, then its job is deleted from Redis, and then it is recorded in the index as finished. So
+a kill between any two of these loses nothing, does nothing twice and leaves nothing behind: what the output has is
+finished, what Redis knows is not enqueued again, and what the index has as enqueued may still be in Redis.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Dispatch:
         self._cursor = 0
         self._exhausted = False
         self._in_flight: dict[str, IndexedRow] = {}
-        self._to_delete: list[str] = []
+        self._written: dict[str, tuple[IndexedRow, RowState]] = {}
 
     @property
     def finished(self) -> bool:
         """Whether every row is in the output."""
-        return self._exhausted and not self._in_flight and not self._to_delete
+        return self._exhausted and not self._in_flight and not self._written
 
     @property
     def in_flight(self) -> int:
@@ -94,13 +94,14 @@ class Dispatch:
         return [item.decode() for item in (first[1], *more)]
 
     def collect(self, ids: Iterable[str]) -> None:
-        """Write those of these jobs that have ended, record them, delete them from Redis."""
+        """Write those of these jobs that have ended, delete them from Redis, record them."""
         ours = [job_id for job_id in dict.fromkeys(ids) if job_id in self._in_flight]
         for start in range(0, len(ours), BATCH):
-            self._collect_batch(ours[start : start + BATCH])
-        if self._to_delete:
-            self._producer.delete(self._to_delete)
-            self._to_delete.clear()
+            self._write_ended(ours[start : start + BATCH])
+        if self._written:
+            self._producer.delete(self._written)
+            self._state.index.record((row.number, state) for row, state in self._written.values())
+            self._written.clear()
 
     def reconcile(self, *, enqueue: bool = True) -> None:
         """Look at every row under way: write what has ended, and enqueue again what Redis doesn't know."""
@@ -123,18 +124,16 @@ class Dispatch:
         ours = {"id": row.job_id, "custom_id": row.custom_id, "model": self._model, "client_id": self._state.run_id}
         return parsed.job.model_copy(update=ours)
 
-    def _collect_batch(self, ids: list[str]) -> None:
+    def _write_ended(self, ids: list[str]) -> None:
         results = self._producer.results(ids)
         ended = [(self._in_flight[job_id], result) for job_id, result in results.items()]
         good = [pair for pair in ended if pair[1].error is None]
         bad = [pair for pair in ended if pair[1].error is not None]
         self._sinks.results.write(output.result_line(*pair) for pair in good)
         self._sinks.errors.write(output.result_line(*pair) for pair in bad)
-        self._state.index.record((row.number, RowState.DONE) for row, _ in good)
-        self._state.index.record((row.number, RowState.ERROR) for row, _ in bad)
-        for row, _ in ended:
+        for row, result in ended:
             del self._in_flight[row.job_id]
-            self._to_delete.append(row.job_id)
+            self._written[row.job_id] = (row, RowState.DONE if result.error is None else RowState.ERROR)
         self._reporter.add(
             rows=len(ended),
             errors=len(bad),

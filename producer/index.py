@@ -34,7 +34,7 @@ _COMMIT_EVERY = 100_000
 
 
 class RowState(IntEnum):
-    """Where a row stands."""
+    """Where a row stands. DONE and ERROR are recorded when it is in the output and its job no longer in Redis."""
 
     PENDING = 0
     ENQUEUED = 1
@@ -123,7 +123,7 @@ class Index:
         self._db.execute(insert, (*values, first, duplicate.model_dump_json()))
 
     def stale_jobs(self) -> list[str]:
-        """Jobs of rows that no longer are, or that are to be run again."""
+        """Jobs to be deleted: of rows that no longer are, that are to be run again, or that are in the output."""
         return [job_id for (job_id,) in self._db.execute("SELECT job_id FROM stale")]
 
     def clear_stale(self) -> None:
@@ -134,6 +134,7 @@ class Index:
         """Take every row for unfinished, until `match` has seen the output."""
         self._db.execute("BEGIN")
         self._db.execute("UPDATE rows SET state = 0 WHERE state > ?", (RowState.ENQUEUED.value,))
+        self._db.execute("CREATE TEMP TABLE enqueued AS SELECT number FROM rows WHERE state = 1")
 
     def match(self, custom_id: str, state: RowState, *, duplicate: bool) -> None:
         """Record that the output has this row. An id that isn't in the input is left alone."""
@@ -154,7 +155,11 @@ class Index:
         )
 
     def end_matching(self) -> None:
-        """Keep what `match` recorded."""
+        """Keep what `match` recorded. Jobs of rows that were written, but not yet deleted from Redis, are stale."""
+        self._db.execute(
+            "INSERT OR IGNORE INTO stale SELECT job_id FROM rows JOIN enqueued USING (number) WHERE state > 1"
+        )
+        self._db.execute("DROP TABLE enqueued")
         self._db.execute("COMMIT")
 
     def last_number(self, limit: int | None) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Sequence
 
-import redis
-
 from batonq.producer import keys, process
 from batonq.producer.client import connect
 from batonq.producer.embedded import EmbeddedServer
@@ -43,10 +41,12 @@ class LocalFleet:
 
         Raises WorkerError, with the end of its log, if it ends before that: what stops it once would stop it again.
         """
+        registered = keys.workers_of_queue(self._queue)
         with connect(self.url) as connection:
-            self._forget_workers(connection)
+            # Workers of a run that was killed are in the books still; ours takes over from them.
+            dead = connection.smembers(registered)
             worker = self._start()
-            while not connection.scard(keys.workers_of_queue(self._queue)) and while_waiting():
+            while not connection.smembers(registered) - dead and while_waiting():
                 self._check_server()
                 try:
                     worker.wait(_POLL_SECONDS)
@@ -97,11 +97,6 @@ class LocalFleet:
             message = f"the worker cannot be started: {command[0]}: {error.strerror}"
             raise WorkerError("worker_not_started", message, command=command) from None
         return self._worker
-
-    def _forget_workers(self, connection: redis.Redis) -> None:
-        """Remove the registrations of workers that died with an earlier run: the server is ours, none of them lives."""
-        names = connection.smembers(keys.WORKERS)
-        connection.delete(keys.WORKERS, keys.workers_of_queue(self._queue), *names)
 
     def _check_server(self) -> None:
         if not self._server.alive:

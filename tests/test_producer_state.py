@@ -80,19 +80,21 @@ def test_duplicates_name_both_lines(tmp_path: Path) -> None:
 
 def test_the_output_is_the_truth(tmp_path: Path) -> None:
     state = indexed(tmp_path, *prompts(6))
+    jobs = {row.number: row.job_id for row in state.index.unfinished(0, 10**9, 100)}
     finish(state, 1, 4)
     finish(state, 5, error="context_length_exceeded")
-    state.index.record([(2, RowState.DONE), (3, RowState.ENQUEUED)])  # what the index thinks does not count
+    state.index.record([(2, RowState.DONE), (3, RowState.ENQUEUED), (4, RowState.ENQUEUED)])  # is not believed
     with state.output.open("ab") as file:
         file.write(b'{"id": "batch_req_abc", "custom_')
     state.match_output([state.output], retry_errors=False)
     assert unfinished(state) == [2, 3, 6]
     assert state.index.counts(10**9) == Counts(6, 2, 1)
     assert len(read_rows(state.output)) == 3
+    assert state.index.stale_jobs() == [jobs[4]]  # written, but perhaps not deleted
     state.match_output([state.output], retry_errors=True)
     assert unfinished(state) == [2, 3, 5, 6]
     assert [row["custom_id"] for row in read_rows(state.output)] == ["row 0", "row 3"]
-    assert len(state.index.stale_jobs()) == 1
+    assert set(state.index.stale_jobs()) == {jobs[4], jobs[5]}
 
 
 @pytest.mark.parametrize(
@@ -101,11 +103,12 @@ def test_the_output_is_the_truth(tmp_path: Path) -> None:
 def test_a_file_that_is_no_output_is_left_alone(tmp_path: Path, content: bytes) -> None:
     state = indexed(tmp_path, *prompts(1))
     for retry_errors in (False, True):
+        state.close()
+        state = RunState(state.output)
         state.output.write_bytes(content)
         with pytest.raises(StateError, match="line 1"):
-            RunState.match_output(state, [state.output], retry_errors=retry_errors)
+            state.match_output([state.output], retry_errors=retry_errors)
         assert state.output.read_bytes() == content
-        state.index.end_matching()
 
 
 def test_an_unchanged_input_is_not_read_again(tmp_path: Path) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import shutil
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +18,12 @@ import pytest
 
 from batonq.producer import keys
 from batonq.producer.client import connect
+from batonq.producer.embedded import EmbeddedServer
 from tests.support.answering import answer
 from tests.support.running import (
     ANSWERING,
     answered,
+    command,
     environment,
     jobs_in_redis,
     leftovers,
@@ -214,8 +222,17 @@ def test_more_rows_than_may_be_under_way(files: Files) -> None:
 def test_with_a_fleet(files: Files, tmp_path: Path) -> None:
     write_rows(files[0], prompts(300))
     with server(tmp_path / "fleet") as running, connect(running.url) as connection:
-        command = [sys.executable, ANSWERING, "--redis-url", running.url, "--model", "m", "--served-model-name", "tiny"]
-        worker = subprocess.Popen(command)
+        worker_command = [
+            sys.executable,
+            ANSWERING,
+            "--redis-url",
+            running.url,
+            "--model",
+            "m",
+            "--served-model-name",
+            "tiny",
+        ]
+        worker = subprocess.Popen(worker_command)
         try:
             done = run(*files, own_worker=False, env=environment(REDIS_URL=running.url))
         finally:
@@ -243,23 +260,26 @@ def test_a_fleet_that_cannot_be_reached(files: Files) -> None:
 
 
 def test_a_restarted_fleet_that_forgot_everything(files: Files, tmp_path: Path) -> None:
-    """Redis without its data: what was under way is enqueued again by the run."""
+    """Redis away, and back without its data: what was under way is enqueued again by the run."""
     write_rows(files[0], prompts(40))
-    command = [sys.executable, "-c", "from batonq.producer.cli import main; main()", "run", "--model", "tiny"]
-    with server(tmp_path / "fleet") as running, connect(running.url) as connection:
-        process = subprocess.Popen(
-            [*command, "-i", str(files[0]), "-o", str(files[1]), "--redis-url", running.url],
-            env=environment(),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    first = EmbeddedServer(tmp_path / "fleet")
+    process = subprocess.Popen(
+        [*command(*files, own_worker=False), "--redis-url", first.url],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with connect(first.url) as connection:
         eventually(lambda: connection.llen(keys.queue("tiny")) == 40, "all rows enqueued")
-        connection.config_set("maxmemory", "1")  # enqueuing is refused: it waits
-        connection.flushall()
-        connection.client_kill_filter(_type="normal", skipme=True)
-        connection.config_set("maxmemory", "0")
+    first.kill()
+    shutil.rmtree(tmp_path / "fleet" / "appendonlydir")
+    assert process.stderr is not None
+    while "Redis cannot serve now" not in (line := process.stderr.readline()):
+        assert line, "it ended"
+    with server(tmp_path / "fleet") as again:
+        assert again.url == first.url
         worker = subprocess.Popen(
-            [sys.executable, ANSWERING, "--redis-url", running.url, "--model", "m", "--served-model-name", "tiny"]
+            [sys.executable, ANSWERING, "--redis-url", again.url, "--model", "m", "--served-model-name", "tiny"]
         )
         try:
             _, shown = process.communicate(timeout=60)
@@ -267,7 +287,6 @@ def test_a_restarted_fleet_that_forgot_everything(files: Files, tmp_path: Path) 
             worker.terminate()
             worker.wait(30)
     assert process.returncode == 0, shown
-    assert "Redis cannot serve now" in shown
     assert len(texts(files[1])) == 40
 
 
@@ -278,3 +297,22 @@ def test_the_example_file_is_good(tmp_path: Path) -> None:
     done = run(example, tmp_path / "out.jsonl", "--on-error", "fail")
     assert done.returncode == 0, done.stderr
     assert len(read_rows(tmp_path / "out.jsonl")) == len(rows)
+
+
+def test_progress_on_a_terminal_is_a_bar(files: Files) -> None:
+    write_rows(files[0], prompts(30))
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+    env = environment(answer_seconds=0.01) | {"TERM": "xterm-256color"}
+    process = subprocess.Popen(command(*files), env=env, stderr=theirs, stdin=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # what Linux answers once the last writer is gone
+        while part := os.read(ours, 65536):
+            shown += part
+    os.close(ours)
+    assert process.wait(60) == 0
+    assert b"loading model" in shown
+    assert b"/30" in shown
+    assert b"output tokens/s" in shown
+    assert b"30 of 30 rows are finished" in shown

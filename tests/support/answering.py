@@ -54,7 +54,7 @@ def finish(connection: redis.Redis, queue: str, job: PromptJob, result: Result) 
     job_id = str(job.id)
     foreign = prompt_text(job).startswith("foreign:")
     failed = foreign or result.error is not None
-    entry: dict[str, Any] = {"type": 2 if failed else 1, "worker_name": "answering"}
+    entry: Any = {"type": 2 if failed else 1, "worker_name": "answering"}
     if failed:
         trace = "Traceback (most recent call last):\nRuntimeError: it broke"
         entry["exc_string"] = b64encode(zlib.compress(trace.encode())).decode()
@@ -74,7 +74,7 @@ def finish(connection: redis.Redis, queue: str, job: PromptJob, result: Result) 
 
 class Answering:
     def __init__(self, url: str, queue: str, seconds: float) -> None:
-        self.connection = redis.Redis.from_url(url)
+        self.connection: Any = redis.Redis.from_url(url)  # redis's types leave out what a blmove may wait
         self.queue = queue
         self.seconds = seconds
         self.name = uuid4().hex
