@@ -17,8 +17,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupt:
     """Context manager that handles both signals while it is entered. `requested` says that one came."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_words: str) -> None:
+        """`last_words` are said when the second one ends the process."""
         self.requested = False
+        self._last_words = last_words
         #: Ends what must not outlive us; called from the signal handler, so it must be brief.
         self.kill: Callable[[], None] | None = None
         self._former: dict[signal.Signals, signal._HANDLER] = {}
@@ -41,5 +43,5 @@ class Interrupt:
         # Nothing is unwound: the output's tail and the index are mended by the next run.
         if self.kill is not None:
             self.kill()
-        os.write(sys.stderr.fileno(), b"\nbatonq: stopped; the same command resumes\n")
+        os.write(sys.stderr.fileno(), f"\nbatonq: {self._last_words}\n".encode())
         os._exit(EXIT_CODE)

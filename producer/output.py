@@ -102,22 +102,25 @@ def read_finished(path: Path, *, drop_errors: bool) -> Iterator[FinishedRow]:
     if not path.exists():
         return
     kept = path.with_name(path.name + ".rewrite")
-    with path.open("rb") as source, (kept if drop_errors else Path(os.devnull)).open("wb") as rewrite:
-        complete = 0
-        for number, line in enumerate(source, 1):
-            if not line.endswith(b"\n"):
-                if not line.startswith(_LINE_START[: len(line)]):
-                    raise _foreign(path, number)
-                break
-            row = _read_line(path, number, line)
-            complete += len(line)
-            if row.error_code is None or not drop_errors:
-                rewrite.write(line)
-            yield row
-    if drop_errors:
-        kept.replace(path)
-    else:
-        os.truncate(path, complete)
+    complete = 0
+    try:
+        with path.open("rb") as source, (kept if drop_errors else Path(os.devnull)).open("wb") as rewrite:
+            for number, line in enumerate(source, 1):
+                if not line.endswith(b"\n"):
+                    if not line.startswith(_LINE_START[: len(line)]):
+                        raise _foreign(path, number)
+                    break
+                row = _read_line(path, number, line)
+                complete += len(line)
+                if row.error_code is None or not drop_errors:
+                    rewrite.write(line)
+                yield row
+        if drop_errors:
+            kept.replace(path)
+        else:
+            os.truncate(path, complete)
+    finally:
+        kept.unlink(missing_ok=True)
 
 
 def _read_line(path: Path, number: int, line: bytes) -> FinishedRow:

@@ -68,19 +68,22 @@ def run(options: RunOptions, reporter: Reporter) -> int:
     _check_paths(options)
     try:
         return _run(options, reporter)
+    except KeyboardInterrupt:  # while input or output were read: there is nothing to wind up
+        reporter.note(_how_to_resume(options))
+        return INTERRUPTED
     except sqlite3.Error as error:
         raise StateError("index_failed", f"the index of {options.output} cannot be used: {error}") from error
 
 
 def _run(options: RunOptions, reporter: Reporter) -> int:
     with ExitStack() as stack:
-        interrupt = stack.enter_context(Interrupt())
         state = RunState(options.output)
         stack.callback(state.close)
         last = _prepare(options, state, reporter)
         counts = state.index.counts(last)
         finished = counts.done + counts.errors
         if finished < counts.total:
+            interrupt = stack.enter_context(Interrupt(_how_to_resume(options)))
             stack.callback(reporter.end)
             reporter.begin(counts.total, finished)
             _Run(options, state, reporter, interrupt, last).work()
@@ -114,12 +117,14 @@ def _prepare(options: RunOptions, state: RunState, reporter: Reporter) -> int:
     paths = [path for path in (options.output, options.error_file) if path is not None]
     if options.overwrite:
         state.start_afresh()
-        for path in paths:
-            path.unlink(missing_ok=True)
     state.bind_model(options.queue)
     state.index_input(options.input, options.queue, lambda count: reporter.phase(f"read {count} rows"))
     last = state.index.last_number(options.limit)
     _refuse_bad_rows(options, state, last)
+    if options.overwrite:
+        for path in paths:
+            path.unlink(missing_ok=True)
+    options.output.touch()
     state.match_output(paths, retry_errors=options.retry_errors)
     if other := state.index.get("other_model"):
         reporter.note(f"{other}; all rows are run with {options.queue}")
@@ -149,7 +154,11 @@ def _summarize(options: RunOptions, reporter: Reporter, total: int, done: int, e
         f"{reporter.tokens} output tokens in {reporter.seconds:.1f} s{resumed}; output: {options.output}"
     )
     if done + errors < total:
-        reporter.note("stopped; the same command resumes")
+        reporter.note(_how_to_resume(options))
+
+
+def _how_to_resume(options: RunOptions) -> str:
+    return f"stopped; the same command {'without --overwrite ' if options.overwrite else ''}resumes"
 
 
 class _Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import signal
@@ -11,6 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from batonq.producer.progress import Reporter
+from batonq.producer.run import RunOptions
+from batonq.producer.run import run as run_rows
+from batonq.producer.state import RunState
 from tests.support.running import (
     answered,
     jobs_in_redis,
@@ -128,6 +133,18 @@ def test_interrupted_twice(tmp_path: Path) -> None:
     eventually(lambda: not leftovers(output), "worker and server gone")
     assert run(source, output).returncode == 0
     assert texts(output) == expected(tmp_path, source)
+
+
+def test_interrupted_while_the_input_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunState, "index_input", interrupted)
+    source = write_rows(tmp_path / "in.jsonl", prompts(1))
+    options = RunOptions(input=source, output=tmp_path / "out.jsonl", model="tiny", overwrite=True)
+    shown = io.StringIO()
+    assert run_rows(options, Reporter(shown)) == 130
+    assert shown.getvalue() == "batonq: stopped; the same command without --overwrite resumes\n"
 
 
 def test_two_runs_into_one_output(tmp_path: Path) -> None:

@@ -191,6 +191,9 @@ def test_overwrite_starts_afresh(files: Files) -> None:
     refused = run(*files)
     assert refused.returncode == 1
     assert "line 1, is no output row" in refused.stderr
+    bad = write_rows(files[0].with_name("bad.jsonl"), [b"nonsense\n"])
+    assert run(bad, files[1], "--overwrite", "--on-error", "fail").returncode == 1
+    assert files[1].read_bytes() == b"nonsense\n"  # nothing is lost before the input is known to be good
     other_model = run(*files, "--overwrite", "--served-model-name", "other")
     assert other_model.returncode == 0
     assert {row["response"]["body"]["model"] for row in read_rows(files[1])} == {"other"}
@@ -201,6 +204,7 @@ def test_an_empty_input_makes_an_empty_output(files: Files) -> None:
     done = run(write_rows(files[0], [b"\n"]), files[1])
     assert done.returncode == 0
     assert "0 of 0 rows" in done.stderr
+    assert files[1].read_bytes() == b""
 
 
 def test_rows_removed_from_the_output_run_again(files: Files) -> None:
