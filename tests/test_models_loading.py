@@ -1,0 +1,211 @@
+"""From names to directories to weights: what is found, what is converted once, and what is refused with which words."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from batonq.engine.errors import ModelNotFound, ModelNotUsable, UnsupportedModel
+from batonq.engine.models import ModelConfig, ModelSource, load_model, resolve_model, source
+from batonq.engine.models.cache import directory_made_once
+from batonq.kernels.program import BLOCK_SIZE
+from tests.support import models, tiny_models
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model") / "tiny-llama"
+    tiny_models.save("mha-tied", directory)
+    return directory
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BATONQ_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_directory_is_served_under_its_name(tiny: Path, own_cache: Path) -> None:
+    found = resolve_model(str(tiny))
+    assert found == ModelSource("tiny-llama", tiny)
+    model = load_model(found)
+    assert (model.name, model.directory, model.max_model_len) == ("tiny-llama", tiny, 256)
+    assert model.program.vocab_size == 160
+    assert model.program.kv_cache.bytes_per_block == 2 * 3 * 4 * 12 * BLOCK_SIZE * 4
+
+
+def test_the_digest_is_of_content_not_of_dates_or_places(tiny: Path, own_cache: Path, tmp_path: Path) -> None:
+    digest = load_model(ModelSource("a", tiny)).weights_digest
+    assert len(digest) == 16
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny, copy)
+    assert load_model(ModelSource("b", copy)).weights_digest == digest
+    assert load_model(ModelSource("b", copy)).weights_digest == digest  # from the memo
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, copy / "model.safetensors")
+    assert load_model(ModelSource("b", copy)).weights_digest != digest
+
+
+def test_shards_are_the_same_model(tmp_path: Path, own_cache: Path) -> None:
+    tiny_models.save("gqa3-untied", tmp_path / "one")
+    tiny_models.save("gqa3-untied", tmp_path / "many", max_shard_size="60KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    one, many = (load_model(ModelSource("x", tmp_path / name)).weights for name in ("one", "many"))
+    assert one.keys() == many.keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+    next((tmp_path / "many").glob("*.safetensors")).unlink()
+    with pytest.raises(ModelNotUsable, match=r"its index names .* which isn't there"):
+        load_model(ModelSource("x", tmp_path / "many"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "lack model.norm.weight"),
+        (lambda tensors: tensors.update(extra=torch.zeros(1)), "hold unexpectedly extra"),
+    ],
+)
+def test_names_that_do_not_match_are_refused(change: Any, words: str, tiny: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny, tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "m" / "model.safetensors")
+    with pytest.raises(ModelNotUsable, match=words):
+        load_model(ModelSource("m", tmp_path / "m"))
+
+
+def test_names_without_use_are_passed_over(tiny: Path, tmp_path: Path, own_cache: Path) -> None:
+    shutil.copytree(tiny, tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
+    save_file(tensors, tmp_path / "m" / "model.safetensors")
+    assert "lm_head.weight" not in load_model(ModelSource("m", tmp_path / "m")).weights
+
+
+def test_damaged_files_are_named(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotUsable, match=r"has no config\.json"):
+        load_model(ModelSource("m", tmp_path))
+    shutil.copytree(tiny, tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ModelNotUsable, match=r"model\.safetensors can't be read"):
+        load_model(ModelSource("m", tmp_path / "m"))
+    (tmp_path / "m" / "model.safetensors").unlink()
+    with pytest.raises(ModelNotUsable, match=r"neither model\.safetensors nor"):
+        load_model(ModelSource("m", tmp_path / "m"))
+    (tmp_path / "m" / "config.json").write_text("{")
+    with pytest.raises(ModelNotUsable, match=r"config\.json is not JSON"):
+        load_model(ModelSource("m", tmp_path / "m"))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
+        ({"architectures": None}, "architectures"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"sliding_window": 64}, "sliding_window"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_type"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"head_dim": 11}, "head_dim"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"vocab_size": True}, "vocab_size"),
+        ({"hidden_size": "48"}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
+    ],
+)
+def test_what_is_not_carried_out_is_refused_by_field(change: dict[str, Any], field: str, tiny: Path) -> None:
+    data = json.loads((tiny / "config.json").read_text())
+    with pytest.raises(UnsupportedModel) as caught:
+        ModelConfig.from_dict(data | change)
+    assert caught.value.field == field
+    assert field in caught.value.message
+
+
+def test_rope_is_read_in_the_old_words_too(tiny: Path) -> None:
+    data = json.loads((tiny / "config.json").read_text())
+    del data["rope_parameters"]
+    old = data | {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2}}
+    new = data | {"rope_parameters": {"rope_theta": 500, "rope_type": "linear", "factor": 2.0}}
+    assert ModelConfig.from_dict(old) == ModelConfig.from_dict(new)
+    assert ModelConfig.from_dict(data).rope.theta == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("/nowhere/m.gguf", "no such file"), ("a b/c?d", "neither a directory, a .gguf file nor")]
+)
+def test_names_that_lead_nowhere(name: str, words: str) -> None:
+    with pytest.raises(ModelNotFound, match=words) as caught:
+        resolve_model(name)
+    assert caught.value.name == name
+
+
+def test_an_unreachable_hub_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub  # noqa: PLC0415 (the module that the loader imports late)
+
+    def unreachable(*args: object, **kwargs: object) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(ModelNotFound, match=r"someone/some-model: .* no connection"):
+        resolve_model("someone/some-model")
+
+
+def test_a_directory_is_made_once_by_whoever_comes_first(tmp_path: Path) -> None:
+    made = []
+    barrier = Barrier(4)
+
+    def make(target: Path) -> None:
+        made.append(target)
+        (target / "file").write_text("whole")
+
+    def ask(_: int) -> str:
+        barrier.wait()
+        return (directory_made_once(tmp_path / "key", make) / "file").read_text()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(4))) == ["whole"] * 4
+    assert len(made) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock"]
+
+
+def test_a_failed_or_killed_making_leaves_nothing(tmp_path: Path) -> None:
+    def fail(target: Path) -> None:
+        (target / "half").touch()
+        raise ValueError("no memory")
+
+    with pytest.raises(ValueError, match="no memory"):
+        directory_made_once(tmp_path / "key", fail)
+    (tmp_path / ".key.abandoned").mkdir()  # as a kill leaves it
+    directory_made_once(tmp_path / "key", lambda target: (target / "file").touch())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock"]
+
+
+def test_the_alias_is_converted_once_and_then_needs_no_transformers(caplog: pytest.LogCaptureFixture) -> None:
+    directory = models.smollm2_dir()
+    with caplog.at_level(logging.INFO, logger=source.logger.name):
+        assert resolve_model(source.ALIAS) == ModelSource("smollm2-135m", directory)
+    assert not caplog.records
+    script = (
+        "import sys; from batonq.engine.models import resolve_model, load_model;"
+        "load_model(resolve_model('smollm2-135m'));"
+        "assert not {'transformers', 'gguf', 'huggingface_hub'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
