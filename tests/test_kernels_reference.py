@@ -52,7 +52,8 @@ def test_attention_is_the_formula_whatever_stale_slots_hold(q_heads: int, kv_hea
         for row, heads in zip(tile.rows.flatten().tolist(), mixed.flatten(0, 1), strict=True):
             sequence = int(np.searchsorted(batch.query_start, row, side="right")) - 1
             position = int(batch.positions[row])
-            expected = attention_by_the_formula(queries[row], *histories[sequence], position, 0.3, window)
+            known_keys, known_values = histories[sequence]
+            expected = attention_by_the_formula(queries[row], known_keys, known_values, position, 0.3, window)
             torch.testing.assert_close(heads.double(), expected, atol=1e-5, rtol=1e-5)
             seen.append(row)
     assert sorted(seen) == list(range(len(batch.token_ids)))

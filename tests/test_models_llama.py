@@ -20,11 +20,11 @@ NUM_BLOCKS = 40
 
 
 def tokens_of(length: int, vocab: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, vocab, length).tolist()
+    return [int(token) for token in np.random.default_rng(seed).integers(0, vocab, length)]
 
 
 def scattered(count: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).permutation(NUM_BLOCKS)[:count].tolist()
+    return [int(block) for block in np.random.default_rng(seed).permutation(NUM_BLOCKS)[:count]]
 
 
 def run_in_chunks(backend: ReferenceBackend, tokens: list[int], blocks: list[int], cuts: list[int]) -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_neighbours_chunks_and_places_do_not_change_a_bit(loaded: LoadedModel, d
         running = [index for index, length in enumerate(lengths) if done[index] < length]
         ends = [done[i] + data.draw(st.integers(1, lengths[i] - done[i])) for i in running]
         pieces = [Piece(sequences[i], done[i], end, tables[i]) for i, end in zip(running, ends, strict=True)]
-        parts = together.forward(make_batch(pieces)).split([piece.end - piece.start for piece in pieces])
+        parts = torch.split(together.forward(make_batch(pieces)), [piece.end - piece.start for piece in pieces])
         for index, end, part in zip(running, ends, parts, strict=True):
             got[index].append(part)
             done[index] = end
@@ -135,7 +135,8 @@ def test_bfloat16_is_close_to_transformers_in_bfloat16(tmp_path: Path) -> None:
     tokens = tokens_of(60, 160, 6)
     with torch.no_grad():
         exact = oracle(torch.tensor([tokens])).logits[0]
-        theirs = oracle.to(torch.bfloat16)(torch.tensor([tokens])).logits[0].float()
+        oracle.to(dtype=torch.bfloat16)  # type: ignore[call-arg]
+        theirs = oracle(torch.tensor([tokens])).logits[0].float()
     model = load_model(ModelSource("tiny", tmp_path), "bfloat16")
     ours = ReferenceBackend(model.program, model.weights, 2).forward(make_batch([Piece(tokens, 0, 60, [1, 0])]))
     assert (ours - exact).square().mean() < 1.5 * (theirs - exact).square().mean()
@@ -145,7 +146,7 @@ def test_smollm2_continues_as_transformers_does() -> None:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 (slow to import, and needed here alone)
 
     model = models.smollm2()
-    oracle = AutoModelForCausalLM.from_pretrained(model.directory).eval()
+    oracle = AutoModelForCausalLM.from_pretrained(model.directory)
     tokens = tokens_of(40, 49152, 8)
     backend = ReferenceBackend(model.program, model.weights, 4)
     logits = backend.forward(make_batch([Piece(tokens, 0, 40, [3, 1])]))

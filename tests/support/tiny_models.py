@@ -42,7 +42,7 @@ def make(variant: str) -> LlamaForCausalLM:
     config = LlamaConfig(max_position_embeddings=256, **sizes | VARIANTS[variant])
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = LlamaForCausalLM(config).eval()
+        model: LlamaForCausalLM = LlamaForCausalLM(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 # Larger than at initialisation, so that logits spread and every layer shows.
