@@ -16,6 +16,7 @@ from batonq.producer.errors import ProducerError
 COMMANDS = {
     "run": ("batonq.producer.commands:run", "Run every row of a JSONL file, and resume where it was stopped."),
     "submit": ("batonq.producer.commands:submit", "Put one prompt on the queue, and wait for its text if asked."),
+    "workers": ("batonq.producer.commands:workers", "List the workers, and what they are doing."),
     "worker": ("batonq.worker.cli:worker", "Serve a model: take jobs from Redis until told to stop."),
 }
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from batonq.producer import keys
 from batonq.producer.client import Producer, make_job
 from batonq.producer.errors import ProducerError
 from batonq.producer.progress import Reporter
@@ -104,6 +107,36 @@ def run(
         engine_options=[word for flag, value in engine.items() if value is not None for word in (flag, str(value))],
     )
     raise typer.Exit(run_rows(options, Reporter()))
+
+
+#: Seconds without a heartbeat after which a worker is not counted as alive; it sends one every 15.
+_SILENT_SECONDS = 60.0
+
+
+def workers(
+    redis_url: _RedisUrl = None,
+    here: Annotated[bool, typer.Option("--here", help="Only workers of this host; for a container's health.")] = False,
+) -> None:
+    """List the workers: name, queue, state, host, process, seconds since the last heartbeat.
+
+    Exit codes: 0 at least one is alive; 1 none is.
+    """
+    if not redis_url:
+        raise typer.BadParameter("a server is needed: set REDIS_URL or give --redis-url")
+    alive = 0
+    with Producer(redis_url).connection as connection:
+        for key in sorted(connection.smembers(keys.WORKERS)):
+            fields = {name.decode(): value.decode() for name, value in connection.hgetall(key).items()}
+            if not fields or (here and fields["hostname"] != socket.gethostname()):
+                continue
+            heartbeat = datetime.strptime(fields["last_heartbeat"], "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC)
+            age = (datetime.now(UTC) - heartbeat).total_seconds()
+            alive += age < _SILENT_SECONDS
+            name = key.decode().removeprefix(keys.worker(""))
+            where = f"{fields['hostname']}:{fields['pid']}"
+            typer.echo(f"{name}  {fields['queues']}  {fields['state']}  {where}  {age:.0f} s")
+    if not alive:
+        raise typer.Exit(1)
 
 
 def submit(

@@ -66,7 +66,7 @@ def ended(jobs: list[Job]) -> bool:
 
 LONG = {"max_tokens": 100, "ignore_eos": True}
 #: Slow enough that jobs of 100 tokens are met while they run.
-SLOW = {"step_seconds": 0.01, "max_num_batched_tokens": 64}
+SLOW = {"step_seconds": 0.01, "max_num_batched_tokens": 64, "num_blocks": 400}
 
 
 def test_a_stock_job_is_answered(valkey: EmbeddedServer, queue: Queue, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_rq_info_counts_what_one_worker_runs(
     valkey: EmbeddedServer, connection: redis.Redis, queue: Queue, tmp_path: Path
 ) -> None:
     jobs = [enqueue(queue, f"{i}", max_tokens=1500, ignore_eos=True) for i in range(60)]
-    engine = {"max_num_seqs": 40, "num_blocks": 20_000, "max_model_len": 2000, **SLOW}
+    engine = {**SLOW, "max_num_seqs": 40, "num_blocks": 20_000, "max_model_len": 2000}
     with worker(valkey.url, "w", log=tmp_path / "log", **engine) as running:
         registry = StartedJobRegistry(QUEUE, connection=connection)
         eventually(lambda: registry.get_job_count(cleanup=False) == 50, "50 jobs run")

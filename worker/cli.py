@@ -77,6 +77,9 @@ def worker(
     except (WorkerError, EngineError) as error:
         typer.echo(f"batonq worker: {error.message}", err=True)
         raise typer.Exit(1) from None
+    except ModuleNotFoundError as error:
+        typer.echo(f"batonq worker needs {error.name}: pip install 'batonq[worker]'", err=True)
+        raise typer.Exit(1) from None
     except redis.RedisError as error:
         typer.echo(f"batonq worker: the server at {redis_url} can't be used: {error}", err=True)
         raise typer.Exit(1) from None
