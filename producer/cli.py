@@ -56,16 +56,23 @@ class _LazyCommand(TyperCommand):
         return typer.main.get_command(app)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"batonq {metadata.version('batonq')}")
+        raise typer.Exit
+
+
 def _group() -> TyperGroup:
     app = typer.Typer(name="batonq", help=_HELP, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
     @app.callback()
     def _options(
-        version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version and exit.")] = False,
+        version: Annotated[
+            bool,
+            typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit."),
+        ] = False,
     ) -> None:
-        if version:
-            typer.echo(f"batonq {metadata.version('batonq')}")
-            raise typer.Exit
+        pass
 
     group = typer.main.get_group(app)
     for name, (target, summary) in COMMANDS.items():
