@@ -18,12 +18,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """What a published block holds: its name, the name before it in the chain, and the very tokens."""
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockKey:
+    """What a full block holds: its name, the key before it (None for a first block), and the very tokens.
+
+    The name is how a key is found, the key itself what is compared: two keys are the same only if they are one object,
+    so a context whose name collides with another's can't lead anyone into its chain.
+    """
 
     name: bytes
-    parent: bytes
+    parent: BlockKey | None
     tokens: tuple[int, ...]
 
 
@@ -42,7 +46,7 @@ class BlockPool:
         self._free: deque[int] = deque(range(num_blocks))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * num_blocks
-        self._published: dict[int, Published] = {}
+        self._published: dict[int, BlockKey] = {}
         self._by_name: dict[bytes, int] = {}
 
     @property
@@ -95,18 +99,25 @@ class BlockPool:
                     self._free.append(block)
 
     def name_of(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """The chain hash of a full block that follows `parent` (the root for a first block)."""
+        """The chain hash of a full block that follows the one called `parent` (the root for a first block)."""
         return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=16).digest()
 
-    def publish(self, block: int, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Name a held, full block so that others can share it. Where the name is taken, the first holder keeps it."""
+    def publish(self, block: int, parent: BlockKey | None, tokens: Sequence[int]) -> BlockKey:
+        """Name a held, full block so that others can share it. Where the name is taken, the first holder keeps it.
+
+        Returns the key to pass as `parent` for the block after it.
+        """
         assert self._references[block] > 0
         assert len(tokens) == self.block_size
-        name = self.name_of(parent, tokens)
-        if name not in self._by_name and block not in self._published:
-            self._by_name[name] = block
-            self._published[block] = Published(name, parent, tuple(tokens))
-        return name
+        assert block not in self._published
+        found = self.lookup(parent, tokens)
+        if found is not None:
+            return found[1]
+        key = BlockKey(self._child_name(parent, tokens), parent, tuple(tokens))
+        if key.name not in self._by_name:
+            self._by_name[key.name] = block
+            self._published[block] = key
+        return key
 
     def withdraw(self, block: int) -> None:
         """Take back a held block's publication (its contents were never computed)."""
@@ -117,13 +128,20 @@ class BlockPool:
     def _withdraw(self, block: int) -> None:
         del self._by_name[self._published.pop(block).name]
 
-    def lookup(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, bytes] | None:
-        """The published block that holds exactly these tokens after `parent`, with its name."""
-        name = self.name_of(parent, tokens)
-        block = self._by_name.get(name)
-        if block is None or self._published[block].tokens != tuple(tokens):
+    def _child_name(self, parent: BlockKey | None, tokens: Sequence[int]) -> bytes:
+        return self.name_of(self.root if parent is None else parent.name, tokens)
+
+    def lookup(self, parent: BlockKey | None, tokens: Sequence[int]) -> tuple[int, BlockKey] | None:
+        """The published block that holds exactly these tokens after `parent`, with its key."""
+        block = self._by_name.get(self._child_name(parent, tokens))
+        if block is None:
             return None
-        return block, name
+        key = self._published[block]
+        return (block, key) if key.parent is parent and key.tokens == tuple(tokens) else None
+
+    def is_published(self, block: int) -> bool:
+        """Whether the block is immutable, because others may share it."""
+        return block in self._published
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Validate everything against the block tables of all contexts. Raises AssertionError naming the block."""
@@ -139,6 +157,6 @@ class BlockPool:
         assert not free & self._published.keys(), "a free block is published"
         assert evictable <= self._published.keys(), "an evictable block has no name"
         assert len(self._by_name) == len(self._published)
-        for block, published in self._published.items():
-            assert self._by_name[published.name] == block
-            assert self.name_of(published.parent, published.tokens) == published.name
+        for block, key in self._published.items():
+            assert self._by_name[key.name] == block
+            assert self._child_name(key.parent, key.tokens) == key.name

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from batonq.engine.block_pool import BlockKey
 from batonq.engine.errors import EngineError, IllegalTransition
 from batonq.engine.sampling_params import SamplingParams
 from batonq.engine.text import TextState
@@ -101,8 +102,8 @@ class Context:
     #: Tokens, from the first, whose keys and values lie in `block_table`.
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
-    #: Chain hashes of the full blocks at the head of `block_table`, as far as they are published.
-    block_names: list[bytes] = field(default_factory=list)
+    #: Keys of the full blocks at the head of `block_table`.
+    block_keys: list[BlockKey] = field(default_factory=list)
     #: Input tokens that were found in the prefix cache at the first schedule; None before it.
     num_cached_tokens: int | None = None
     num_preemptions: int = 0

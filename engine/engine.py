@@ -180,6 +180,12 @@ class Engine(Generic[Logits]):
         if context is not None and not context.state.ended:
             self.scheduler.abort(context)
 
+    def preempt(self, context_id: str) -> None:
+        """Take a running context's blocks now, so that it is computed again. Any other is left as it is."""
+        context = self.contexts.get(context_id)
+        if context is not None and context.state is ContextState.RUNNING:
+            self.scheduler.preempt(context)
+
     def forget(self, context_id: str) -> Generation:
         """Hand out an ended context's output and drop its record."""
         context = self.contexts.pop(context_id)

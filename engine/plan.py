@@ -10,11 +10,14 @@ from batonq.engine.errors import EngineError
 
 @dataclass(frozen=True, slots=True)
 class ScheduledContext:
-    """One context's part of a step: tokens [start, stop) are computed into the blocks of `block_table`."""
+    """One context's part of a step: tokens [start, stop) are computed over the blocks of `block_table`."""
 
     context: Context
     start: int
     stop: int
+    #: First token whose keys and values are stored. Above `start` only for a context whose every token was found in the
+    #: cache: its last token is computed for the logits, while the block that holds it is shared and stays as it is.
+    store_from: int
     block_table: tuple[int, ...]
     #: Whether `stop` reaches the last known token, so that the next one is sampled.
     samples: bool

@@ -48,6 +48,7 @@ def to_batch(plan: Plan) -> Batch:
         ),
         query_start=query_start,
         context_len=np.array([row.stop for row in rows], np.int32),
+        store_from=np.array([row.store_from for row in rows], np.int32),
         block_tables=block_tables,
         logits_rows=np.array([query_start[i + 1] - 1 for i, row in enumerate(rows) if row.samples], np.int32),
     )

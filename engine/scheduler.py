@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from batonq.engine.block_pool import BlockPool
+from batonq.engine.block_pool import BlockKey, BlockPool
 from batonq.engine.config import EngineConfig
 from batonq.engine.context import Context, ContextState, FinishReason
 from batonq.engine.errors import EngineError
@@ -86,40 +86,45 @@ class Scheduler:
     def _schedule(self, context: Context, draft: _Draft) -> None:
         """Add the context's next tokens to the draft, with blocks for them."""
         self._take_cached(context)
-        start = context.num_computed_tokens
+        store_from = context.num_computed_tokens
+        # Where all tokens are cached, the last one is computed again for its logits, and not stored.
+        start = min(store_from, context.token_count - 1)
         stop = min(context.token_count, start + draft.budget)
         missing = self.pool.blocks_for(stop) - len(context.block_table)
         while missing > self.pool.num_available:
             victim = self.running[-1]
-            self._preempt(victim, draft)
+            self._preempt(victim, "out of blocks")
+            draft.preempted.append(victim)
             if victim is context:
                 return
         context.block_table += self.pool.allocate(missing)
         self._publish(context, stop, draft)
-        draft.rows.append(
-            ScheduledContext(context, start, stop, tuple(context.block_table), stop == context.token_count)
-        )
+        samples = stop == context.token_count
+        draft.rows.append(ScheduledContext(context, start, stop, store_from, tuple(context.block_table), samples))
         draft.budget -= stop - start
 
-    def _preempt(self, context: Context, draft: _Draft) -> None:
+    def preempt(self, context: Context) -> None:
+        """Take a running context's blocks from it between two steps. It is the first to be admitted again."""
+        assert context.state is ContextState.RUNNING, context.context_id
+        self._preempt(context, "asked for")
+
+    def _preempt(self, context: Context, reason: str) -> None:
         self.running.remove(context)
         self._drop_blocks(context)
         context.num_preemptions += 1
-        context.transition(ContextState.PREEMPTED, "out of blocks", self._decision_id)
-        draft.preempted.append(context)
+        context.transition(ContextState.PREEMPTED, reason, self._decision_id)
         self.waiting.appendleft(context)
 
     # ── blocks ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _cached_blocks(self, context: Context) -> Iterator[tuple[int, bytes]]:
-        """Published blocks that hold the context's next tokens. The last known token is never among them: its logits
-        are needed, so it is computed."""
+    def _cached_blocks(self, context: Context) -> Iterator[tuple[int, BlockKey]]:
+        """Published blocks that hold the context's next tokens, to the very last one if all are there."""
         size = self.pool.block_size
         position = context.num_computed_tokens
         if position != len(context.block_table) * size:
             return  # in the middle of a block of its own
-        parent = context.block_names[-1] if context.block_names else self.pool.root
-        while position + size < context.token_count:
+        parent = context.block_keys[-1] if context.block_keys else None
+        while position + size <= context.token_count:
             found = self.pool.lookup(parent, context.tokens(position, position + size))
             if found is None:
                 return
@@ -129,10 +134,10 @@ class Scheduler:
 
     def _take_cached(self, context: Context) -> None:
         """Share every published block that comes next, whoever computed it and be it earlier in this very step."""
-        for block, name in self._cached_blocks(context):
+        for block, key in self._cached_blocks(context):
             self.pool.share((block,))
             context.block_table.append(block)
-            context.block_names.append(name)
+            context.block_keys.append(key)
             context.num_computed_tokens += self.pool.block_size
         if context.num_cached_tokens is None:
             context.num_cached_tokens = min(context.num_computed_tokens, len(context.input_token_ids))
@@ -140,18 +145,17 @@ class Scheduler:
     def _publish(self, context: Context, stop: int, draft: _Draft) -> None:
         """Name the blocks that are full after this step, so that contexts scheduled after this one share them."""
         size = self.pool.block_size
-        for index in range(len(context.block_names), stop // size):
-            parent = context.block_names[-1] if context.block_names else self.pool.root
+        for index in range(len(context.block_keys), stop // size):
+            parent = context.block_keys[-1] if context.block_keys else None
             block = context.block_table[index]
-            context.block_names.append(
-                self.pool.publish(block, parent, context.tokens(index * size, (index + 1) * size))
-            )
+            tokens = context.tokens(index * size, (index + 1) * size)
+            context.block_keys.append(self.pool.publish(block, parent, tokens))
             draft.published.append(block)
 
     def _drop_blocks(self, context: Context) -> None:
         self.pool.release(context.block_table)
         context.block_table = []
-        context.block_names = []
+        context.block_keys = []
         context.num_computed_tokens = 0
 
     # ── admission ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -248,19 +252,22 @@ class Scheduler:
         for context in self.running:
             assert context.state is ContextState.RUNNING, context.context_id
             assert len(context.block_table) == self.pool.blocks_for(context.num_computed_tokens), context.context_id
-            self._check_names(context)
+            self._check_keys(context)
         for context in self.waiting:
             assert context.state in (ContextState.WAITING, ContextState.PREEMPTED), context.context_id
             assert not context.block_table, context.context_id
             assert context.num_computed_tokens == 0, context.context_id
 
-    def _check_names(self, context: Context) -> None:
+    def _check_keys(self, context: Context) -> None:
         size = self.pool.block_size
-        assert len(context.block_names) == context.num_computed_tokens // size, context.context_id
-        parent = self.pool.root
-        for index, name in enumerate(context.block_names):
-            parent = self.pool.name_of(parent, context.tokens(index * size, (index + 1) * size))
-            assert name == parent, f"{context.context_id}: block {index} is not named by its tokens"
+        assert len(context.block_keys) == context.num_computed_tokens // size, context.context_id
+        parent, name = None, self.pool.root
+        for index, key in enumerate(context.block_keys):
+            tokens = context.tokens(index * size, (index + 1) * size)
+            name = self.pool.name_of(name, tokens)
+            assert key.parent is parent, f"{context.context_id}: block {index} is of another chain"
+            assert (key.name, key.tokens) == (name, tuple(tokens)), f"{context.context_id}: block {index} isn't its own"
+            parent = key
 
 
 def _remaining_at_most(context: Context) -> int:

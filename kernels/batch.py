@@ -6,6 +6,9 @@ sequence's begin. There is no other difference between prefill and decode than h
     sequence      0           1     2
     token_ids   [ a b c d e | f |  g h ]        query_start [0 5 6 8]
     positions   [ 0 1 2 3 4 | 9 | 32 33]        context_len [5 10 34]
+                                                store_from  [0 10 32]
+
+Sequence 1 is *query-only*: the block of its token f already holds that token's key and value, perhaps for others too.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ Int32 = npt.NDArray[np.int32]
 class Batch:
     """Arrays of one step over S sequences with T new tokens in all; every array is int32.
 
-    Before attention runs in a layer, the keys and values of all T tokens are stored in that layer's blocks; so a
-    sequence may read blocks that another sequence of the same batch fills.
+    Before attention runs in a layer, the keys and values of all tokens to be stored are stored in that layer's blocks;
+    so a sequence may read blocks that another sequence of the same batch fills.
     """
 
     #: [T] ids of the new tokens.
@@ -34,6 +37,8 @@ class Batch:
     query_start: Int32
     #: [S] tokens of each sequence after this step: its last new token's position + 1.
     context_len: Int32
+    #: [S] first position whose key and value are stored; new tokens before it only read.
+    store_from: Int32
     #: [S, B] block ids of each sequence, in order; unused entries are 0 and are never read.
     block_tables: Int32
     #: [L] rows (0 … T-1) whose logits are wanted.
@@ -42,5 +47,6 @@ class Batch:
     def __post_init__(self) -> None:
         sequences = len(self.context_len)
         assert self.query_start.shape == (sequences + 1,)
+        assert self.store_from.shape == (sequences,)
         assert self.token_ids.shape == self.positions.shape == (int(self.query_start[-1]),)
         assert self.block_tables.shape[:1] == (sequences,)

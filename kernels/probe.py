@@ -98,6 +98,7 @@ def digest(forward: Callable[[Batch], Tensor]) -> str:
             positions=positions,
             query_start=np.array([0, count], np.int32),
             context_len=np.array([end], np.int32),
+            store_from=np.array([start], np.int32),
             block_tables=np.array([[2, 1]], np.int32),
             logits_rows=np.arange(count, dtype=np.int32),
         )

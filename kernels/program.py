@@ -142,7 +142,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class RopeStore:
-    """Rotates the q and k heads of `qkv` in place, then stores k and v in the blocks of `layer`.
+    """Rotates the q and k heads of `qkv` in place, then stores k and v in the blocks of `layer`, from `store_from` on.
 
     A head (a, b), split in halves, becomes (a·cos - b·sin, b·cos + a·sin), with row `position` of the float32 tables
     `cos` and `sin` [max positions, head_dim / 2] (RoFormer, arXiv:2104.09864, in the half-split order of GPT-NeoX).

@@ -48,7 +48,9 @@ class _Step:
 
     token_ids: Tensor
     positions: Tensor
-    #: [T] block and slot where each new token's key and value go.
+    #: Rows whose key and value are stored: all of them, or their indices.
+    stored: slice | Tensor
+    #: Block and slot where the key and value of each stored row go.
     blocks: Tensor
     slots: Tensor
     logits_rows: Tensor
@@ -120,12 +122,15 @@ class ReferenceBackend:
         block_size = self.program.kv_cache.block_size
         positions = torch.from_numpy(batch.positions).long()
         sequence = torch.repeat_interleave(torch.from_numpy(batch.query_start).diff())
+        stored = positions >= torch.from_numpy(batch.store_from).long()[sequence]
+        blocks = torch.from_numpy(batch.block_tables).long()[sequence, positions // block_size]
         windows = {op.window for op in self.program.ops if isinstance(op, Attention)}
         return _Step(
             token_ids=torch.from_numpy(batch.token_ids).long(),
             positions=positions,
-            blocks=torch.from_numpy(batch.block_tables).long()[sequence, positions // block_size],
-            slots=positions % block_size,
+            stored=slice(None) if stored.all() else stored.nonzero().squeeze(1),
+            blocks=blocks[stored],
+            slots=positions[stored] % block_size,
             logits_rows=torch.from_numpy(batch.logits_rows).long(),
             tiles={window: attention.plan(batch, block_size, window) for window in windows},
             buffers=[torch.empty(0)] * len(self.program.buffers),
@@ -152,8 +157,9 @@ class ReferenceBackend:
         rotated = heads[:, : op.q_heads + kv_heads]
         first, second = rotated.float().chunk(2, dim=-1)
         rotated.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
-        self.keys[op.layer, step.blocks, :, step.slots] = heads[:, op.q_heads : op.q_heads + kv_heads]
-        self.values[op.layer, step.blocks, :, step.slots] = heads[:, op.q_heads + kv_heads :]
+        stored = heads[step.stored]
+        self.keys[op.layer, step.blocks, :, step.slots] = stored[:, op.q_heads : op.q_heads + kv_heads]
+        self.values[op.layer, step.blocks, :, step.slots] = stored[:, op.q_heads + kv_heads :]
 
     def _attention(self, op: Attention, step: _Step) -> None:
         qkv = step.buffers[op.qkv]

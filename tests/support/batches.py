@@ -15,13 +15,17 @@ from batonq.kernels.reference import ReferenceBackend
 
 @dataclass(frozen=True)
 class Piece:
-    """New tokens `start … end-1` of a sequence whose blocks are `blocks`; logits of all of them or none."""
+    """New tokens `start … end-1` of a sequence whose blocks are `blocks`; logits of all of them or none.
+
+    They are stored, unless they are `query_only`.
+    """
 
     tokens: Sequence[int]
     start: int
     end: int
     blocks: Sequence[int]
     logits: bool = True
+    query_only: bool = False
 
 
 def make_batch(pieces: Sequence[Piece]) -> Batch:
@@ -40,6 +44,7 @@ def make_batch(pieces: Sequence[Piece]) -> Batch:
         positions=np.concatenate([np.arange(piece.start, piece.end) for piece in pieces]).astype(np.int32),
         query_start=query_start,
         context_len=np.array([piece.end for piece in pieces], np.int32),
+        store_from=np.array([piece.end if piece.query_only else piece.start for piece in pieces], np.int32),
         block_tables=tables,
         logits_rows=np.concatenate([np.zeros(0), *rows]).astype(np.int32),
     )

@@ -1,7 +1,8 @@
 """An engine without a model, in plain Python: it draws each next token from a digest of all tokens before it.
 
 Its runner keeps a KV memory that holds token ids, fills it where the plan says, and reads back every token of every row
-through the block tables. So a wrong block, a stale one or a row that was skipped is found at once.
+through the block tables. So a wrong block, a stale one or a row that was skipped is found at once, and so is a second
+write to a block that others may read.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from array import array
 from collections.abc import Sequence
 
+from batonq.engine.block_pool import BlockPool
 from batonq.engine.config import EngineConfig
 from batonq.engine.engine import Engine, ModelSpec
 from batonq.engine.errors import EngineError
@@ -42,6 +44,9 @@ POISON = b"\xee\xee"
 class NullRunner:
     """`step_seconds` is how long a step takes at least, so that tests meet contexts while they run."""
 
+    #: Set once the engine has made it.
+    pool: BlockPool
+
     def __init__(self, num_blocks: int, step_seconds: float) -> None:
         self.memory = [[-1] * BLOCK_SIZE for _ in range(num_blocks)]
         self._step_seconds = step_seconds
@@ -49,15 +54,23 @@ class NullRunner:
     def forward(self, plan: Plan) -> list[list[int]]:
         """For each sampling row, all its tokens as the memory holds them."""
         time.sleep(self._step_seconds)
-        for row in plan.rows:
-            if bytes(row.context.input_token_ids[: len(POISON)]) == POISON:
-                os._exit(66)
-            for at, token in zip(range(row.start, row.stop), row.context.tokens(row.start, row.stop), strict=True):
-                self.memory[row.block_table[at // BLOCK_SIZE]][at % BLOCK_SIZE] = token
+        self._store(plan)
         read = {id(row): self._read(row.block_table, row.stop) for row in plan.rows}
         for row in plan.rows:
             assert read[id(row)] == list(row.context.tokens(0, row.stop)), f"{row.context.context_id}: wrong KV"
         return [read[id(row)] for row in plan.sampling_rows]
+
+    def _store(self, plan: Plan) -> None:
+        written = set[tuple[int, int]]()
+        for row in plan.rows:
+            if bytes(row.context.input_token_ids[: len(POISON)]) == POISON:
+                os._exit(66)
+            for at in range(max(row.start, row.store_from), row.stop):
+                block, slot = row.block_table[at // BLOCK_SIZE], at % BLOCK_SIZE
+                assert (block, slot) not in written, f"block {block} is written by two contexts in one step"
+                assert block in plan.published or not self.pool.is_published(block), f"block {block} is written again"
+                written.add((block, slot))
+                self.memory[block][slot] = row.context.token_at(at)
 
     def _read(self, table: Sequence[int], stop: int) -> list[int]:
         return [self.memory[table[at // BLOCK_SIZE]][at % BLOCK_SIZE] for at in range(stop)]
@@ -74,6 +87,8 @@ class NullSampler:
 class ByteEncoder:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    encode_word = encode
 
 
 def build(
@@ -98,4 +113,7 @@ def build(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory_bytes=num_blocks
     )
     vocabulary = Vocabulary([bytes([value]) for value in range(VOCAB_SIZE)], frozenset({EOS}))
-    return Engine(spec, config, NullRunner(num_blocks, step_seconds), NullSampler(), ByteEncoder(), vocabulary)
+    runner = NullRunner(num_blocks, step_seconds)
+    engine = Engine(spec, config, runner, NullSampler(), ByteEncoder(), vocabulary)
+    runner.pool = engine.pool
+    return engine
