@@ -20,6 +20,8 @@ from enum import StrEnum
 
 from batonq.engine.block_pool import BlockKey
 from batonq.engine.errors import EngineError, IllegalTransition
+from batonq.engine.history import TokenHistory
+from batonq.engine.logprobs import TokenLogprobs
 from batonq.engine.sampling_params import SamplingParams
 from batonq.engine.text import TextState
 
@@ -96,6 +98,12 @@ class Context:
 
     #: Output tokens, apart from the input for ever: penalties, min_tokens and usage count these only.
     output_token_ids: list[int] = field(default_factory=list)
+    #: Of each output token, if asked for.
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    #: Of the input's tokens as far as they are computed, if asked for; None for the first, which nothing precedes.
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    #: Tokens that penalties count; None without penalties.
+    history: TokenHistory | None = None
     state: ContextState = ContextState.WAITING
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
@@ -159,11 +167,25 @@ class Context:
             return self.output_token_ids[start - split : stop - split]
         return (*self.input_token_ids[start:], *self.output_token_ids[: stop - split])
 
-    def accept(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+    @property
+    def num_missing_prompt_logprobs(self) -> int:
+        """Input tokens whose log probabilities are asked for and not computed yet."""
+        asked = self.sampling_params.prompt_logprobs is not None
+        return len(self.input_token_ids) - len(self.prompt_logprobs) if asked else 0
+
+    def accept(
+        self, token_id: int, eos_token_ids: frozenset[int], logprobs: TokenLogprobs | None = None
+    ) -> FinishReason | None:
         """Append an output token and say whether, and why, it is the last. A function of the tokens so far alone."""
         params = self.sampling_params
         self.output_token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if self.history is not None:
+            self.history.push(token_id)
         if token_id in params.stop_token_ids or (token_id in eos_token_ids and not params.ignore_eos):
+            if params.include_stop_str_in_output:
+                self.text.push(token_id, may_stop=len(self.output_token_ids) >= params.min_tokens)
             return FinishReason.STOP
         if self.text.push(token_id, may_stop=len(self.output_token_ids) >= params.min_tokens):
             return FinishReason.STOP

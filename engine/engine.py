@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Generic, Protocol, TypeVar
 
 from batonq.engine.block_pool import BlockPool
 from batonq.engine.config import EngineConfig
 from batonq.engine.context import Context, ContextState, FinishReason
 from batonq.engine.errors import DuplicateContext, EngineError
-from batonq.engine.limits import Limits
+from batonq.engine.history import TokenHistory
+from batonq.engine.limits import Limits, effective_request
+from batonq.engine.logprobs import TokenLogprobs
 from batonq.engine.plan import ContextOutput, Plan, StepOutput
 from batonq.engine.sampling_params import SamplingParams
 from batonq.engine.scheduler import Scheduler
@@ -49,6 +52,9 @@ class Encoder(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids, with BOS exactly once if the model wants it."""
 
+    def encode_word(self, text: str) -> list[int]:
+        """Token ids of the text alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -77,6 +83,9 @@ class Generation:
     finish_reason: FinishReason
     num_cached_tokens: int
     error: EngineError | None
+    #: Of each of `token_ids`, and of each input token (None for the first); empty if not asked for.
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs | None]
 
 
 class Engine(Generic[Logits]):
@@ -117,29 +126,43 @@ class Engine(Generic[Logits]):
         sampling_params: SamplingParams,
         *,
         output_token_ids: Sequence[int] = (),
+        output_logprobs: Sequence[TokenLogprobs] = (),
     ) -> Context:
         """Take in a new context, or one that was begun elsewhere and has `output_token_ids` already.
 
-        Raises ContextLengthExceeded, InvalidTokenIds or DuplicateContext; nothing is changed then. A resumed context
-        whose tokens are complete ends at the next step without being computed.
+        `output_logprobs` are those of the output tokens, if the parameters ask for them. Raises ContextLengthExceeded,
+        InvalidTokenIds, DuplicateContext or an EngineError that names the parameter; nothing is changed then. A resumed
+        context whose tokens are complete ends at the next step without being computed.
         """
         if context_id in self.contexts:
             raise DuplicateContext(context_id)
-        params = self.limits.effective(input_token_ids, sampling_params)
-        text = TextState(self.vocabulary, params.stop)
-        context = Context(context_id, tuple(input_token_ids), params, text, model_id=self.spec.model_id)
-        context.estimated_memory_bytes = self._estimate_memory(context)
+        input_token_ids, params = effective_request(self.limits, self.encoder, input_token_ids, sampling_params)
+        assert len(output_logprobs) == (0 if params.logprobs is None else len(output_token_ids)), context_id
+        context = self._new_context(context_id, input_token_ids, params)
         self.contexts[context_id] = context
         reason = None
-        for token in output_token_ids:
+        for token, logprobs in zip_longest(output_token_ids, output_logprobs):
             assert reason is None, f"{context_id}: tokens follow its end"
-            reason = context.accept(token, self.spec.eos_token_ids)
+            reason = context.accept(token, self.spec.eos_token_ids, logprobs)
         if reason is None:
             self.scheduler.add(context)
         else:
             context.finish_reason = reason
             context.transition(ContextState.FINISHED, "complete when added", 0)
             self._ended_at_add.append(ContextOutput(context_id, (), reason))
+        return context
+
+    def _new_context(self, context_id: str, input_token_ids: tuple[int, ...], params: SamplingParams) -> Context:
+        context = Context(
+            context_id, input_token_ids, params, TextState(self.vocabulary, params.stop), model_id=self.spec.model_id
+        )
+        if params.repetition_penalty != 1.0:
+            context.history = TokenHistory(input_token_ids)
+        elif params.presence_penalty or params.frequency_penalty:
+            context.history = TokenHistory()
+        if params.prompt_logprobs is not None:
+            context.prompt_logprobs.append(None)
+        context.estimated_memory_bytes = self._estimate_memory(context)
         return context
 
     def _estimate_memory(self, context: Context) -> int:
@@ -198,6 +221,8 @@ class Engine(Generic[Logits]):
             context.finish_reason,
             context.num_cached_tokens or 0,
             context.error,
+            context.logprobs,
+            context.prompt_logprobs,
         )
 
     def generate(

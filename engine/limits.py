@@ -7,9 +7,11 @@ the engine.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+from batonq.engine.bad_words import WordEncoder, bad_word_sequences
 from batonq.engine.errors import ContextLengthExceeded, EngineError, InvalidTokenIds
 from batonq.engine.sampling_params import SamplingParams
 
@@ -47,10 +49,36 @@ class Limits:
         for index, token in enumerate(input_token_ids):
             if not 0 <= token < self.vocab_size:
                 raise InvalidTokenIds(f"token {index} of the input is {token}; the vocabulary has {self.vocab_size}")
-        for token in params.stop_token_ids:
-            if token >= self.vocab_size:
-                raise EngineError(
-                    "invalid_parameter",
-                    f"stop token {token} does not exist; the vocabulary has {self.vocab_size}",
-                    "sampling.stop_token_ids",
-                )
+        for name, ids in _token_ids(params).items():
+            for token in ids:
+                if token >= self.vocab_size:
+                    message = f"{name}: token {token} does not exist; the vocabulary has {self.vocab_size}"
+                    raise EngineError("invalid_parameter", message, f"sampling.{name}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.vocab_size:
+                message = f"{name}: {getattr(params, name)} is more than the vocabulary's {self.vocab_size}"
+                raise EngineError("invalid_parameter", message, f"sampling.{name}")
+
+
+def _token_ids(params: SamplingParams) -> dict[str, Iterable[int]]:
+    """Every token id in the parameters, by the field's name."""
+    return {
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": params.logit_bias,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words_token_ids": chain.from_iterable(params.bad_words_token_ids),
+    }
+
+
+def effective_request(
+    limits: Limits, encoder: WordEncoder, input_token_ids: Sequence[int], params: SamplingParams
+) -> tuple[tuple[int, ...], SamplingParams]:
+    """The token ids and parameters that are carried out: the input truncated as asked, bad words as token ids, then
+    `Limits.effective`, which says what is raised. Done again on its own result it changes nothing."""
+    if params.truncate_prompt_tokens is not None:
+        input_token_ids = input_token_ids[-params.truncate_prompt_tokens :]
+    if params.bad_words:
+        sequences = bad_word_sequences(params.bad_words, encoder)
+        update = {"bad_words": (), "bad_words_token_ids": (*params.bad_words_token_ids, *sequences)}
+        params = params.model_copy(update=update)
+    return tuple(input_token_ids), limits.effective(input_token_ids, params)

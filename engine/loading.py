@@ -103,6 +103,10 @@ class Frontend:
         """Token ids of a plain prompt; BOS exactly once if the model wants it."""
         return self.tokenizer.encode(text)
 
+    def encode_word(self, text: str) -> list[int]:
+        """Token ids of the text alone."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant speaks. Raises EngineError without a template."""
         from batonq.engine.chat_template import ChatTemplate  # noqa: PLC0415  # jinja2, for chats only

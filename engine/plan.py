@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from batonq.engine.context import Context, FinishReason
 from batonq.engine.errors import EngineError
+from batonq.engine.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ class ContextOutput:
     new_token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
+    #: Of each new token, if the context asks for them.
+    new_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,27 @@ class Usage(BaseModel):
     total_tokens: int
 
 
+class TopLogprob(BaseModel):
+    """A token and its log probability. `bytes` are what it adds to a text; `token` is them as text, U+FFFD for a part
+    of a character."""
+
+    token: str
+    token_id: int
+    bytes: list[int]
+    logprob: float
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the output or the prompt, with the most likely tokens in its place, in order.
+
+    Log probabilities are of the model's own distribution, before any sampling parameter; none is below -9999. `rank`
+    counts from 1.
+    """
+
+    rank: int
+    top_logprobs: list[TopLogprob] = []
+
+
 class Choice(BaseModel):
     """One of the `n` outputs."""
 
@@ -145,7 +166,8 @@ class Choice(BaseModel):
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
-    logprobs: Any | None = None
+    #: One for each token id, if asked for.
+    logprobs: list[TokenLogprob] | None = None
 
 
 class Timings(BaseModel):
@@ -165,6 +187,8 @@ class Result(BaseModel):
     custom_id: str | None = None
     model: str
     choices: list[Choice] = []
+    #: One for each token of the prompt, if asked for; None for the first, which nothing precedes.
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     usage: Usage | None = None
     seed: int | None = None
     #: The sampling parameters as they were carried out, `max_tokens` and `seed` included.
@@ -192,7 +216,8 @@ def error_from_validation(error: ValidationError) -> ErrorInfo:
         return ErrorInfo(code="unknown_parameter", message=f"there is no parameter {name}", param=param)
     if message.startswith("unsupported_parameter: "):
         message = message.removeprefix("unsupported_parameter: ")
-        return ErrorInfo(code="unsupported_parameter", message=message, param=message.split(" ", 1)[0])
+        param = ".".join(map(str, (*location, message.split(" ", 1)[0])))
+        return ErrorInfo(code="unsupported_parameter", message=message, param=param)
     value = repr(first["input"])
     shown = value if len(value) <= 80 else value[:77] + "..."
     where = f"{param}: " if param else ""

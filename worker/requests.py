@@ -17,7 +17,7 @@ import msgpack
 from pydantic import ValidationError
 
 from batonq.engine.errors import EngineError
-from batonq.engine.limits import Limits
+from batonq.engine.limits import Limits, effective_request
 from batonq.engine.sampling_params import SamplingParams
 from batonq.producer import serializer
 from batonq.producer.schema import FUNCTION, JOB_ID, ErrorInfo, PromptJob, error_from_validation
@@ -33,6 +33,9 @@ class Frontend(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt."""
+
+    def encode_word(self, text: str) -> list[int]:
+        """Token ids of a text with nothing put around it."""
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation."""
@@ -85,10 +88,8 @@ class RequestReader:
                 )
             if claim.context.get("digest", b"").decode() == digest:
                 return self._pinned(claim, job, digest), True
-            input_token_ids = tuple(self._encode(job))
-            return EffectiveRequest(
-                job, digest, input_token_ids, self.limits.effective(input_token_ids, job.sampling)
-            ), False
+            ids, sampling = effective_request(self.limits, self.frontend, self._encode(job), job.sampling)
+            return EffectiveRequest(job, digest, ids, sampling), False
         except EngineError as error:
             raise RefusedJob(ErrorInfo(code=error.code, message=error.message, param=error.param), job) from error
 

@@ -19,6 +19,9 @@ class Frontend:
     def encode(self, text: str) -> list[int]:
         return null_engine.ByteEncoder().encode(text)
 
+    def encode_word(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
 
