@@ -56,6 +56,10 @@ def run(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start afresh; what the output has is lost.")] = False,
     retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Run the output's error rows again.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Run only the first so many rows.")] = None,
+    order: Annotated[
+        bool,
+        typer.Option("--order", help="Write rows, errors too, in the order of the input; early ones wait on disk."),
+    ] = False,
     max_in_flight: Annotated[int, typer.Option(min=1, help="Rows in Redis at a time.")] = 1024,
     worker_command: Annotated[
         str | None,
@@ -102,6 +106,7 @@ def run(
         overwrite=overwrite,
         retry_errors=retry_errors,
         limit=limit,
+        order=order,
         max_in_flight=max_in_flight,
         worker_command=worker_command,
         engine_options=[word for flag, value in engine.items() if value is not None for word in (flag, str(value))],

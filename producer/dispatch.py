@@ -8,26 +8,18 @@ finished, what Redis knows is not enqueued again, and what the index has as enqu
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import BinaryIO
 
 from batonq.producer import keys, output
 from batonq.producer.client import BATCH, ENDED, Producer
 from batonq.producer.errors import InputError
+from batonq.producer.held import HeldLine
 from batonq.producer.index import IndexedRow, RowState
-from batonq.producer.output import OutputFile
 from batonq.producer.progress import Reporter
 from batonq.producer.rows import Line, job_id, parse_row
 from batonq.producer.schema import PromptJob
+from batonq.producer.sinks import Sinks
 from batonq.producer.state import RunState
-
-
-@dataclass(frozen=True)
-class Sinks:
-    """Where finished rows go; both may be one file."""
-
-    results: OutputFile
-    errors: OutputFile
 
 
 class Dispatch:
@@ -102,6 +94,7 @@ class Dispatch:
             self._producer.delete(self._written)
             self._state.index.record((row.number, state) for row, state in self._written.values())
             self._written.clear()
+            self._sinks.release()
 
     def reconcile(self, *, enqueue: bool = True) -> None:
         """Look at every row under way: write what has ended, and enqueue again what Redis doesn't know."""
@@ -127,21 +120,27 @@ class Dispatch:
     def _write_ended(self, ids: list[str]) -> None:
         results = self._producer.results(ids)
         ended = [(self._in_flight[job_id], result) for job_id, result in results.items()]
-        good = [pair for pair in ended if pair[1].error is None]
-        bad = [pair for pair in ended if pair[1].error is not None]
-        self._sinks.results.write(output.result_line(*pair) for pair in good)
-        self._sinks.errors.write(output.result_line(*pair) for pair in bad)
+        self._sinks.write(
+            [
+                HeldLine(row.number, row.job_id, result.error is not None, output.result_line(row, result))
+                for row, result in ended
+            ]
+        )
         for row, result in ended:
             del self._in_flight[row.job_id]
             self._written[row.job_id] = (row, RowState.DONE if result.error is None else RowState.ERROR)
         self._reporter.add(
             rows=len(ended),
-            errors=len(bad),
-            tokens=sum(result.usage.completion_tokens for _, result in good if result.usage),
+            errors=sum(result.error is not None for _, result in ended),
+            tokens=sum(result.usage.completion_tokens for _, result in ended if result.usage),
             resumes=sum(result.resumes for _, result in ended),
         )
 
     def _write_errors(self, rows: list[IndexedRow]) -> None:
-        self._sinks.errors.write(output.error_line(row, row.error) for row in rows if row.error is not None)
+        if not rows:
+            return
+        lines = [(row, output.error_line(row, row.error)) for row in rows if row.error is not None]
+        self._sinks.write([HeldLine(row.number, row.job_id, True, line) for row, line in lines])
         self._state.index.record((row.number, RowState.ERROR) for row in rows)
+        self._sinks.release()
         self._reporter.add(rows=len(rows), errors=len(rows), tokens=0, resumes=0)

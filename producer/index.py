@@ -8,11 +8,12 @@ So a write that a power loss takes back costs nothing but time.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from batonq.producer.held import HeldLines, Placement
 from batonq.producer.schema import ErrorInfo
 
 _SCHEMA = """
@@ -28,9 +29,13 @@ CREATE TABLE rows (
     error TEXT                       -- why it can't be run, as JSON
 );
 CREATE UNIQUE INDEX one_custom_id ON rows (custom_id) WHERE duplicate_of IS NULL;
+CREATE INDEX other_custom_ids ON rows (custom_id, number) WHERE duplicate_of IS NOT NULL;
 """
 
 _COMMIT_EVERY = 100_000
+
+#: Pages kept in memory, in KiB: names come in any order, and their index is looked at for each.
+_CACHE_KIB = 64 * 1024
 
 
 class RowState(IntEnum):
@@ -54,6 +59,11 @@ class IndexedRow(NamedTuple):
     duplicate_of: int | None = None
     error: ErrorInfo | None = None
 
+    @property
+    def request_id(self) -> str:
+        """Names the row's request in the output: the part of `job_id` that is the same in every run of the input."""
+        return self.job_id.rpartition("-")[2]
+
 
 class Counts(NamedTuple):
     """How many rows there are, and how many of them are finished with output or with an error."""
@@ -70,8 +80,10 @@ class Index:
         self._db = sqlite3.connect(path, isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
+        self._db.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
         self._db.execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
         self._db.execute("CREATE TABLE IF NOT EXISTS stale (job_id TEXT PRIMARY KEY)")
+        self.held = HeldLines(self._db)
 
     def close(self) -> None:
         """Close the file."""
@@ -122,9 +134,10 @@ class Index:
         )
         self._db.execute(insert, (*values, first, duplicate.model_dump_json()))
 
-    def stale_jobs(self) -> list[str]:
+    def stale_jobs(self) -> Iterator[str]:
         """Jobs to be deleted: of rows that no longer are, that are to be run again, or that are in the output."""
-        return [job_id for (job_id,) in self._db.execute("SELECT job_id FROM stale")]
+        for (job_id,) in self._db.execute("SELECT job_id FROM stale"):
+            yield str(job_id)
 
     def clear_stale(self) -> None:
         """Forget the stale jobs: they were deleted."""
@@ -132,35 +145,46 @@ class Index:
 
     def begin_matching(self) -> None:
         """Take every row for unfinished, until `match` has seen the output."""
+        self._db.execute("CREATE TEMP TABLE enqueued (number INTEGER PRIMARY KEY)")
+        self._db.execute("CREATE TEMP TABLE retried (number INTEGER PRIMARY KEY)")
         self._db.execute("BEGIN")
-        self._db.execute("UPDATE rows SET state = 0 WHERE state > ?", (RowState.ENQUEUED.value,))
-        self._db.execute("CREATE TEMP TABLE enqueued AS SELECT number FROM rows WHERE state = 1")
+        self._db.execute("INSERT INTO enqueued SELECT number FROM rows WHERE state = 1")
+        self._db.execute("UPDATE rows SET state = 0 WHERE state > 1")
 
-    def match(self, custom_id: str, state: RowState, *, duplicate: bool) -> None:
-        """Record that the output has this row. An id that isn't in the input is left alone."""
+    def match(self, custom_id: str, state: RowState, *, duplicate: bool) -> int | None:
+        """Record that the output has this row; return its line's number, None for an id that isn't in the input."""
         if duplicate:
             find = "custom_id = ? AND duplicate_of IS NOT NULL AND state < 2 ORDER BY number LIMIT 1"
         else:
             find = "custom_id = ? AND duplicate_of IS NULL"
-        self._db.execute(
-            f"UPDATE rows SET state = ? WHERE number = (SELECT number FROM rows WHERE {find})", (state.value, custom_id)
-        )
+        query = f"UPDATE rows SET state = ? WHERE number = (SELECT number FROM rows WHERE {find}) RETURNING number"
+        found = self._db.execute(query, (state.value, custom_id)).fetchone()
+        return None if found is None else int(found[0])
 
-    def retry(self, custom_id: str) -> None:
-        """Take the row's job, which ended with an error, for stale, so that it is enqueued anew."""
+    def retry(self, number: int) -> None:
+        """Take a matched row back. Its job, which ended with an error, is stale: it is enqueued anew."""
+        self._db.execute("INSERT INTO retried VALUES (?)", (number,))
         self._db.execute(
-            "INSERT OR IGNORE INTO stale SELECT job_id FROM rows"
-            " WHERE custom_id = ? AND duplicate_of IS NULL AND error IS NULL",
-            (custom_id,),
+            "INSERT OR IGNORE INTO stale SELECT job_id FROM rows WHERE number = ? AND error IS NULL", (number,)
         )
 
     def end_matching(self) -> None:
         """Keep what `match` recorded. Jobs of rows that were written, but not yet deleted from Redis, are stale."""
+        self._db.execute("UPDATE rows SET state = 0 WHERE number IN (SELECT number FROM retried)")
         self._db.execute(
             "INSERT OR IGNORE INTO stale SELECT job_id FROM rows JOIN enqueued USING (number) WHERE state > 1"
         )
-        self._db.execute("DROP TABLE enqueued")
         self._db.execute("COMMIT")
+        self._db.execute("DROP TABLE enqueued")
+        self._db.execute("DROP TABLE retried")
+
+    def placement(self) -> Placement:
+        """An empty record of whose lines stand where in the output."""
+        return Placement(self._db)
+
+    def job_id(self, number: int) -> str:
+        """The id of a row's job."""
+        return str(self._db.execute("SELECT job_id FROM rows WHERE number = ?", (number,)).fetchone()[0])
 
     def last_number(self, limit: int | None) -> int:
         """Line number of the last row of the first `limit` rows."""
@@ -177,6 +201,12 @@ class Index:
         query = "SELECT state, count(*) FROM rows WHERE number <= ? GROUP BY state"
         by_state = dict(self._db.execute(query, (last,)).fetchall())
         return Counts(sum(by_state.values()), by_state.get(RowState.DONE, 0), by_state.get(RowState.ERROR, 0))
+
+    def first_unfinished(self, after: int, last: int) -> int | None:
+        """Line number of the first row without output from line `after` up to line `last`."""
+        query = "SELECT number FROM rows WHERE number >= ? AND number <= ? AND state < 2 ORDER BY number LIMIT 1"
+        found = self._db.execute(query, (after, last)).fetchone()
+        return None if found is None else int(found[0])
 
     def unfinished(self, after: int, last: int, limit: int) -> list[IndexedRow]:
         """Rows without output, after line `after` and up to line `last`, at most `limit` of them, in order."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from batonq.producer.errors import StateError
 from batonq.producer.index import IndexedRow
-from batonq.producer.schema import Choice, ErrorInfo, Result
+from batonq.producer.openai import completion
+from batonq.producer.schema import ErrorInfo, Result
 
 _LINE_START = b'{"id": "batch_req_'
 
@@ -24,36 +25,15 @@ class FinishedRow(NamedTuple):
 
     custom_id: str
     error_code: str | None
+    line: bytes
 
 
 def result_line(row: IndexedRow, result: Result) -> bytes:
     """The output line of a row whose job has ended."""
     if result.error is not None:
         return error_line(row, result.error)
-    created = int(result.timings.finished or 0)
-    usage = result.usage
-    body: dict[str, Any] = {
-        "id": f"{'chatcmpl' if row.chat else 'cmpl'}-{result.id}",
-        "object": "chat.completion" if row.chat else "text_completion",
-        "created": created,
-        "model": result.model,
-        "choices": [_choice(choice, row.chat) for choice in result.choices],
-        "usage": usage
-        and {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.total_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        },
-        # Not OpenAI's: what it takes to have the same tokens again.
-        "batonq": {
-            "seed": result.seed,
-            "sampling": result.effective and result.effective.model_dump(mode="json", exclude_defaults=True),
-            "numerics": result.numerics,
-            "exact": result.exact,
-        },
-    }
-    return _line(row, response={"status_code": 200, "request_id": row.job_id, "body": body}, error=None)
+    body = completion(result, row.request_id, chat=row.chat)
+    return _line(row, response={"status_code": 200, "request_id": row.request_id, "body": body}, error=None)
 
 
 def error_line(row: IndexedRow, error: ErrorInfo) -> bytes:
@@ -61,13 +41,8 @@ def error_line(row: IndexedRow, error: ErrorInfo) -> bytes:
     return _line(row, response=None, error=error.model_dump() | {"line": row.number})
 
 
-def _choice(choice: Choice, chat: bool) -> dict[str, Any]:
-    text: dict[str, Any] = {"message": {"role": "assistant", "content": choice.text}} if chat else {"text": choice.text}
-    return {"index": choice.index, **text, "logprobs": choice.logprobs, "finish_reason": choice.finish_reason}
-
-
 def _line(row: IndexedRow, *, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
-    fields = {"id": f"batch_req_{row.job_id}", "custom_id": row.custom_id, "response": response, "error": error}
+    fields = {"id": f"batch_req_{row.request_id}", "custom_id": row.custom_id, "response": response, "error": error}
     return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
 
 
@@ -94,8 +69,8 @@ class OutputFile:
         os.close(self._fd)
 
 
-def read_finished(path: Path, *, drop_errors: bool) -> Iterator[FinishedRow]:
-    """The rows that an output file has. Then it is mended: a torn tail goes and, if asked, so do the error rows.
+def mend(path: Path, keep: Callable[[FinishedRow], bool], *, rewrite: bool) -> None:
+    """Show every row of an output file to `keep`, then take a torn tail off and, with `rewrite`, what is not kept.
 
     Raises StateError for a file with anything else in it, and changes nothing then.
     """
@@ -104,18 +79,16 @@ def read_finished(path: Path, *, drop_errors: bool) -> Iterator[FinishedRow]:
     kept = path.with_name(path.name + ".rewrite")
     complete = 0
     try:
-        with path.open("rb") as source, (kept if drop_errors else Path(os.devnull)).open("wb") as rewrite:
+        with path.open("rb") as source, (kept if rewrite else Path(os.devnull)).open("wb") as rewritten:
             for number, line in enumerate(source, 1):
                 if not line.endswith(b"\n"):
                     if not line.startswith(_LINE_START[: len(line)]):
                         raise _foreign(path, number)
                     break
-                row = _read_line(path, number, line)
                 complete += len(line)
-                if row.error_code is None or not drop_errors:
-                    rewrite.write(line)
-                yield row
-        if drop_errors:
+                if keep(_read_line(path, number, line)):
+                    rewritten.write(line)
+        if rewrite:
             kept.replace(path)
         else:
             os.truncate(path, complete)
@@ -131,7 +104,7 @@ def _read_line(path: Path, number: int, line: bytes) -> FinishedRow:
         code = error["code"] if error is not None else (None if status < 400 else "error")
     except (ValueError, KeyError, TypeError):
         raise _foreign(path, number) from None
-    return FinishedRow(custom_id, code)
+    return FinishedRow(custom_id, code, line)
 
 
 def _foreign(path: Path, number: int) -> StateError:

@@ -103,11 +103,11 @@ def parse_row(line: Line, limit: int = MAX_LINE_BYTES) -> Row:
 
 
 def job_id(run_id: str, row: Row) -> str:
-    """The id of a row's job: the same whenever the same run comes to the same content on the same line."""
-    digest = blake2b(f"{run_id} {row.number} {row.custom_id} ".encode(), digest_size=16)
+    """The id of a row's job: the run's, and a digest of line and content that is the same in every run."""
+    digest = blake2b(f"{row.number} {row.custom_id} ".encode(), digest_size=16)
     if row.job is not None:
         digest.update(serializer.dumps(row.job.to_kwargs()))
-    return digest.hexdigest()
+    return f"{run_id}-{digest.hexdigest()}"
 
 
 def _read_object(data: bytes) -> dict[str, Any]:

@@ -16,13 +16,14 @@ from redis import exceptions as redis_errors
 
 from batonq.producer import keys
 from batonq.producer.client import Producer
-from batonq.producer.dispatch import Dispatch, Sinks
+from batonq.producer.dispatch import Dispatch
 from batonq.producer.errors import InputError, StateError
 from batonq.producer.interrupt import EXIT_CODE as INTERRUPTED
 from batonq.producer.interrupt import Interrupt
 from batonq.producer.local import LocalFleet
-from batonq.producer.output import OutputFile
+from batonq.producer.matching import match_output
 from batonq.producer.progress import Reporter
+from batonq.producer.sinks import Sinks
 from batonq.producer.state import RunState
 
 SOME_ROWS_ARE_ERRORS = 3
@@ -53,6 +54,7 @@ class RunOptions:
     overwrite: bool = False
     retry_errors: bool = False
     limit: int | None = None
+    order: bool = False
     max_in_flight: int = 1024
     worker_command: str | None = None
     engine_options: Sequence[str] = ()
@@ -80,13 +82,16 @@ def _run(options: RunOptions, reporter: Reporter) -> int:
         state = RunState(options.output)
         stack.callback(state.close)
         last = _prepare(options, state, reporter)
+        sinks = Sinks(state.index, options.output, options.error_file, order=options.order, last=last)
+        stack.enter_context(sinks)
+        sinks.release()
         counts = state.index.counts(last)
         finished = counts.done + counts.errors
         if finished < counts.total:
             interrupt = stack.enter_context(Interrupt(_how_to_resume(options)))
             stack.callback(reporter.end)
             reporter.begin(counts.total, finished)
-            _Run(options, state, reporter, interrupt, last).work()
+            _Run(options, state, sinks, reporter, interrupt, last).work()
         counts = state.index.counts(last)
         reporter.end()
         _summarize(options, reporter, counts.total, counts.done, counts.errors)
@@ -114,18 +119,18 @@ def _check_paths(options: RunOptions) -> None:
 
 def _prepare(options: RunOptions, state: RunState, reporter: Reporter) -> int:
     """Bring the index in line with input and output; return the line number of the last row to run."""
-    paths = [path for path in (options.output, options.error_file) if path is not None]
     if options.overwrite:
         state.start_afresh()
     state.bind_model(options.queue)
     state.index_input(options.input, options.queue, lambda count: reporter.phase(f"read {count} rows"))
     last = state.index.last_number(options.limit)
     _refuse_bad_rows(options, state, last)
+    paths = [options.output.resolve(), *state.note_error_file(options.error_file)]
     if options.overwrite:
         for path in paths:
             path.unlink(missing_ok=True)
     options.output.touch()
-    state.match_output(paths, retry_errors=options.retry_errors)
+    match_output(state.index, paths, last=last, retry_errors=options.retry_errors, order=options.order)
     if other := state.index.get("other_model"):
         reporter.note(f"{other}; all rows are run with {options.queue}")
     return last
@@ -165,10 +170,11 @@ class _Run:
     """One run at work: where its Redis is, its loop, and its end."""
 
     def __init__(
-        self, options: RunOptions, state: RunState, reporter: Reporter, interrupt: Interrupt, last: int
+        self, options: RunOptions, state: RunState, sinks: Sinks, reporter: Reporter, interrupt: Interrupt, last: int
     ) -> None:
         self._options = options
         self._state = state
+        self._sinks = sinks
         self._reporter = reporter
         self._interrupt = interrupt
         self._last = last
@@ -201,17 +207,11 @@ class _Run:
 
     def _dispatch(self, producer: Producer, stack: ExitStack) -> Dispatch:
         options = self._options
-        results = OutputFile(options.output)
-        stack.callback(results.close)
-        errors = results
-        if options.error_file is not None:
-            errors = OutputFile(options.error_file)
-            stack.callback(errors.close)
         return Dispatch(
             producer,
             self._state,
             stack.enter_context(options.input.open("rb")),
-            Sinks(results, errors),
+            self._sinks,
             self._reporter,
             model=options.queue,
             last=self._last,

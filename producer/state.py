@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import secrets
 import time
@@ -11,8 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from batonq.producer.errors import StateError
-from batonq.producer.index import Index, IndexedRow, RowState
-from batonq.producer.output import read_finished
+from batonq.producer.index import Index, IndexedRow
 from batonq.producer.rows import job_id, parse_row, read_lines
 
 #: Children of a run that was killed hold its lock for the moment that they outlive it.
@@ -42,7 +42,7 @@ class RunState:
     def start_afresh(self) -> None:
         """Forget what the run had done. Its jobs get other ids; the former ones are stale."""
         self.run_id = self._new_run()
-        for name in ("input", "model"):
+        for name in ("input", "model", "error_files"):
             self.index.drop(name)
 
     def bind_model(self, name: str) -> None:
@@ -65,17 +65,13 @@ class RunState:
         self.index.rebuild(self._scan(path, model, report))
         self.index.put("input", signature)
 
-    def match_output(self, paths: list[Path], *, retry_errors: bool) -> None:
-        """Mend the output files, and take exactly the rows that they have for finished."""
-        self.index.begin_matching()
-        for path in paths:
-            for row in read_finished(path, drop_errors=retry_errors):
-                if row.error_code is not None and retry_errors:
-                    self.index.retry(row.custom_id)
-                    continue
-                state = RowState.DONE if row.error_code is None else RowState.ERROR
-                self.index.match(row.custom_id, state, duplicate=row.error_code == "duplicate_custom_id")
-        self.index.end_matching()
+    def note_error_file(self, path: Path | None) -> list[Path]:
+        """Every file that this run's error rows have gone to, now or in an earlier run."""
+        known = json.loads(self.index.get("error_files") or "[]")
+        if path is not None and str(path.resolve()) not in known:
+            known.append(str(path.resolve()))
+            self.index.put("error_files", json.dumps(known))
+        return [Path(name) for name in known]
 
     def _scan(self, path: Path, model: str, report: Callable[[int], None]) -> Iterator[IndexedRow]:
         with path.open("rb") as file:

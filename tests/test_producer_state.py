@@ -9,6 +9,7 @@ import pytest
 
 from batonq.producer.errors import StateError
 from batonq.producer.index import Counts, RowState
+from batonq.producer.matching import match_output
 from batonq.producer.output import OutputFile, error_line, result_line
 from batonq.producer.schema import Choice, ErrorInfo, Result
 from batonq.producer.state import RunState
@@ -86,12 +87,12 @@ def test_the_output_is_the_truth(tmp_path: Path) -> None:
     state.index.record([(2, RowState.DONE), (3, RowState.ENQUEUED), (4, RowState.ENQUEUED)])  # is not believed
     with state.output.open("ab") as file:
         file.write(b'{"id": "batch_req_abc", "custom_')
-    state.match_output([state.output], retry_errors=False)
+    match_output(state.index, [state.output], last=9)
     assert unfinished(state) == [2, 3, 6]
     assert state.index.counts(10**9) == Counts(6, 2, 1)
     assert len(read_rows(state.output)) == 3
-    assert state.index.stale_jobs() == [jobs[4]]  # written, but perhaps not deleted
-    state.match_output([state.output], retry_errors=True)
+    assert list(state.index.stale_jobs()) == [jobs[4]]  # written, but perhaps not deleted
+    match_output(state.index, [state.output], last=9, retry_errors=True)
     assert unfinished(state) == [2, 3, 5, 6]
     assert [row["custom_id"] for row in read_rows(state.output)] == ["row 0", "row 3"]
     assert set(state.index.stale_jobs()) == {jobs[4], jobs[5]}
@@ -107,7 +108,7 @@ def test_a_file_that_is_no_output_is_left_alone(tmp_path: Path, content: bytes) 
         state = RunState(state.output)
         state.output.write_bytes(content)
         with pytest.raises(StateError, match="line 1"):
-            state.match_output([state.output], retry_errors=retry_errors)
+            match_output(state.index, [state.output], last=9, retry_errors=retry_errors)
         assert state.output.read_bytes() == content
 
 
@@ -115,7 +116,7 @@ def test_an_unchanged_input_is_not_read_again(tmp_path: Path) -> None:
     state = indexed(tmp_path, *prompts(3))
     state.index.record([(1, RowState.ENQUEUED)])
     state.index_input(tmp_path / "in.jsonl", "tiny", lambda _count: None)
-    assert state.index.stale_jobs() == []
+    assert list(state.index.stale_jobs()) == []
 
 
 def test_a_changed_input_is_read_again_and_keeps_what_is_the_same(tmp_path: Path) -> None:
@@ -125,10 +126,10 @@ def test_a_changed_input_is_read_again_and_keeps_what_is_the_same(tmp_path: Path
     state.index.record([(2, RowState.ENQUEUED), (4, RowState.ENQUEUED)])
     changed = [prompts(4)[2], prompts(4)[1], {"custom_id": "new", "prompt": "new"}]
     state.index_input(write_rows(tmp_path / "in.jsonl", changed), "tiny", lambda _count: None)
-    state.match_output([state.output], retry_errors=False)
+    match_output(state.index, [state.output], last=9)
     assert [row.custom_id for row in state.index.unfinished(0, 10**9, 100)] == ["row 1", "new"]
     assert state.index.unfinished(0, 2, 100)[0].job_id == before[2]
-    assert state.index.stale_jobs() == [before[4]]
+    assert list(state.index.stale_jobs()) == [before[4]]
 
 
 def test_a_run_keeps_its_model(tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_starting_afresh_gives_other_ids(tmp_path: Path) -> None:
     state.start_afresh()
     state.index_input(tmp_path / "in.jsonl", "tiny", lambda _count: None)
     assert not {row.job_id for row in state.index.unfinished(0, 10**9, 100)} & set(before)
-    assert state.index.stale_jobs() == before[:1]
+    assert list(state.index.stale_jobs()) == before[:1]
 
 
 def test_a_full_disk_leaves_no_torn_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
