@@ -15,12 +15,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from batonq.engine.errors import ModelNotFound, ModelNotUsable, UnsupportedModel
 from batonq.engine.models import ModelConfig, ModelSource, load_model, resolve_model, source
 from batonq.engine.models.cache import directory_made_once
 from batonq.kernels.program import BLOCK_SIZE
+from batonq.kernels.reference import ReferenceBackend
 from tests.support import models, tiny_models
+from tests.support.batches import Piece, make_batch
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +61,11 @@ def test_the_digest_is_of_content_not_of_dates_or_places(tiny: Path, own_cache: 
     assert load_model(ModelSource("b", copy)).weights_digest != digest
 
 
-def test_shards_are_the_same_model(tmp_path: Path, own_cache: Path) -> None:
-    tiny_models.save("gqa3-untied", tmp_path / "one")
-    tiny_models.save("gqa3-untied", tmp_path / "many", max_shard_size="60KB")
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_shards_are_the_same_model(family: str, tmp_path: Path, own_cache: Path) -> None:
+    variant = tiny_models.FAMILIES[family]
+    tiny_models.save(variant, tmp_path / "one")
+    tiny_models.save(variant, tmp_path / "many", max_shard_size="60KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
     one, many = (load_model(ModelSource("x", tmp_path / name)).weights for name in ("one", "many"))
     assert one.keys() == many.keys()
@@ -68,6 +73,21 @@ def test_shards_are_the_same_model(tmp_path: Path, own_cache: Path) -> None:
     next((tmp_path / "many").glob("*.safetensors")).unlink()
     with pytest.raises(ModelNotUsable, match=r"its index names .* which isn't there"):
         load_model(ModelSource("x", tmp_path / "many"))
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_bfloat16_files_are_read_as_they_are(family: str, tmp_path: Path, own_cache: Path) -> None:
+    stored = tiny_models.make(tiny_models.FAMILIES[family]).to(dtype=torch.bfloat16)  # type: ignore[call-arg]
+    stored.save_pretrained(tmp_path / "m", max_shard_size="30KB")
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6] * 5
+    with torch.no_grad():
+        expected = oracle(torch.tensor([tokens])).logits[0]
+    model = load_model(ModelSource("m", tmp_path / "m"))
+    assert {tensor.dtype for name, tensor in model.weights.items() if "rope" not in name} == {torch.bfloat16}
+    backend = ReferenceBackend(model.program, model.weights, 2)
+    logits = backend.forward(make_batch([Piece(tokens, 0, len(tokens), [0, 1])]))
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +138,12 @@ def test_damaged_files_are_named(tiny: Path, tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"sliding_window": 64}, "sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+        ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 3}, "layer_types"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 3}, "layer_types"),
+        ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"] * 2}, "layer_types"),
+        ({"architectures": ["Qwen3ForCausalLM"], "layer_types": "full_attention"}, "layer_types"),
+        ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": "yes"}, "use_sliding_window"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_type"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
@@ -146,6 +172,34 @@ def test_rope_is_read_in_the_old_words_too(tiny: Path) -> None:
     new = data | {"rope_parameters": {"rope_theta": 500, "rope_type": "linear", "factor": 2.0}}
     assert ModelConfig.from_dict(old) == ModelConfig.from_dict(new)
     assert ModelConfig.from_dict(data).rope.theta == 10000.0
+
+
+@pytest.mark.parametrize("model_type", tiny_models.FAMILIES)
+def test_fields_that_are_left_out_mean_what_they_mean_to_transformers(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type, hidden_size=512)
+    required = (
+        "hidden_size intermediate_size vocab_size num_hidden_layers num_attention_heads rms_norm_eps "
+        "max_position_embeddings hidden_act"
+    )
+    said = {name: getattr(config, name) for name in required.split()}
+    ours = ModelConfig.from_dict(
+        said | {"architectures": [type(tiny_models.make(tiny_models.FAMILIES[model_type])).__name__]}
+    )
+    assert ours.num_kv_heads == config.num_key_value_heads
+    assert ours.head_dim == getattr(config, "head_dim", 512 // config.num_attention_heads)
+    assert ours.windows == (getattr(config, "sliding_window", None) or 0,) * config.num_hidden_layers
+    assert ours.rope.theta == config.rope_parameters["rope_theta"]
+    assert ours.tie_word_embeddings == config.tie_word_embeddings
+
+
+def test_windows_of_qwen_go_by_layer(tiny: Path) -> None:
+    data = json.loads((tiny / "config.json").read_text())
+    data |= {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "max_window_layers": 2}
+    assert ModelConfig.from_dict(data).windows == (0, 0, 0)
+    data["use_sliding_window"] = True
+    assert ModelConfig.from_dict(data).windows == (0, 0, 64)
+    data["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert ModelConfig.from_dict(data).windows == (64, 0, 64)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from batonq.engine.errors import ModelNotUsable, UnsupportedModel
+from batonq.engine.models.families import FAMILIES, Windows
 
 _Value = TypeVar("_Value", int, float, bool)
-
-ARCHITECTURES = ("LlamaForCausalLM",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The fields of `config.json` that a program is built from, in its own names where they are clear."""
+    """What a program is built from: fields of `config.json`, in its own names where they are clear, and the family."""
 
     architecture: str
     vocab_size: int
@@ -46,8 +45,12 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    o_bias: bool
     mlp_bias: bool
+    qk_norm: bool
+    #: Of each layer, the tokens that attention looks back to, its own included; 0: all.
+    windows: tuple[int, ...]
 
     @classmethod
     def from_directory(cls, directory: Path) -> ModelConfig:
@@ -67,6 +70,9 @@ class ModelConfig:
     def from_dict(cls, data: dict[str, Any]) -> ModelConfig:
         """From the parsed file; `UnsupportedModel` names a field that is missing, malformed or not carried out."""
         architecture = _refuse_unsupported(data)
+        family = FAMILIES[architecture]
+        data = {**family.defaults, **data}
+        attention_bias = _optional(data, "attention_bias", False)
         heads = _required(data, "num_attention_heads", int)
         kv_heads = _optional(data, "num_key_value_heads", heads)
         hidden_size = _required(data, "hidden_size", int)
@@ -89,23 +95,46 @@ class ModelConfig:
             rms_norm_eps=_required(data, "rms_norm_eps", float),
             rope=_rope(data, max_positions),
             tie_word_embeddings=_optional(data, "tie_word_embeddings", False),
-            attention_bias=_optional(data, "attention_bias", False),
-            mlp_bias=_optional(data, "mlp_bias", False),
+            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            o_bias=attention_bias if family.o_bias is None else family.o_bias,
+            mlp_bias=family.reads_mlp_bias and _optional(data, "mlp_bias", False),
+            qk_norm=family.qk_norm,
+            windows=_windows(data, family.windows),
         )
 
 
 def _refuse_unsupported(data: dict[str, Any]) -> str:
     """The architecture, if nothing in the config asks for what no program here does."""
     architectures = data.get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
-        raise UnsupportedModel("architectures", architectures, " or ".join(ARCHITECTURES))
+    if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in FAMILIES:
+        raise UnsupportedModel("architectures", architectures, " or ".join(FAMILIES))
     if data.get("hidden_act") != "silu":
         raise UnsupportedModel("hidden_act", data.get("hidden_act"), "silu")
     if data.get("quantization_config") is not None:
         raise UnsupportedModel("quantization_config", data["quantization_config"], "unquantised weights")
-    if data.get("sliding_window") is not None:
-        raise UnsupportedModel("sliding_window", data["sliding_window"], "none")
     return str(architectures[0])
+
+
+def _windows(data: dict[str, Any], which: Windows) -> tuple[int, ...]:
+    """The window of each layer; `layer_types`, if there, must say what the family can do."""
+    layers = _required(data, "num_hidden_layers", int)
+    is_off = which is Windows.BY_LAYER and not _optional(data, "use_sliding_window", False)
+    window = 0 if is_off else _optional(data, "sliding_window", 0)
+    if not window:
+        kinds = ["full_attention"]
+    elif which is Windows.ALL:
+        kinds = ["sliding_attention"]
+    elif which is Windows.BY_LAYER:
+        kinds = ["full_attention", "sliding_attention"]
+    else:
+        raise UnsupportedModel("sliding_window", window, "none")
+    types = data.get("layer_types")
+    if types is None:
+        first = _optional(data, "max_window_layers", layers) if len(kinds) == 2 else 0
+        types = [kinds[-1] if layer >= first else kinds[0] for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or any(kind not in kinds for kind in types):
+        raise UnsupportedModel("layer_types", types, f"{layers} times {' or '.join(kinds)}")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
 def _rope(data: dict[str, Any], max_positions: int) -> RopeConfig:

@@ -10,14 +10,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from batonq.engine.models import llama
+from batonq.engine.models import decoder
 from batonq.engine.models.config import ModelConfig
 from batonq.engine.models.rope import rope_tables
 from batonq.engine.models.source import ModelSource
 from batonq.engine.models.weights import load_weights, weights_digest
 from batonq.kernels.program import DType, Program
-
-_BUILD = {"LlamaForCausalLM": llama.build}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +40,10 @@ class LoadedModel:
 def load_model(source: ModelSource, dtype: Literal["float32", "bfloat16"] = "float32") -> LoadedModel:
     """Reads a model; raises `ModelNotUsable` or `UnsupportedModel` if it can't be run."""
     config = ModelConfig.from_directory(source.directory)
-    program = _BUILD[config.architecture](config, DType[dtype.upper()])
-    made = dict(zip((llama.ROPE_COS, llama.ROPE_SIN), _rope_tensors(config), strict=True))
+    program = decoder.build(config, DType[dtype.upper()])
+    made = dict(zip((decoder.ROPE_COS, decoder.ROPE_SIN), _rope_tensors(config), strict=True))
     expected = [name for weight in program.weights for name in weight.sources if name not in made]
-    unused = llama.UNUSED_SUFFIXES + (("lm_head.weight",) if config.tie_word_embeddings else ())
+    unused = decoder.UNUSED_SUFFIXES + (("lm_head.weight",) if config.tie_word_embeddings else ())
     stored = load_weights(source.directory, expected, unused)
     digest = weights_digest(source.directory)
     return LoadedModel(source.name, source.directory, config, program, stored | made, digest)

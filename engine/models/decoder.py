@@ -1,6 +1,7 @@
-"""The Llama family as a program: Llama 1 to 3, SmolLM2 and whatever else says `LlamaForCausalLM`.
+"""The dense decoder as a program: pre-norm attention and gated MLP, which `families.py` varies.
 
-Source: transformers' `modeling_llama.py`. Projections that read the same input are joined into one weight.
+Source: transformers' `modeling_llama.py` and, for QK norm and windows, `modeling_qwen3.py`. Projections that read the
+same input are joined into one weight.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from batonq.kernels.program import (
     Attention,
     DType,
     Embed,
+    HeadNorm,
     KVCacheSpec,
     Linear,
     LmHead,
@@ -25,7 +27,7 @@ from batonq.kernels.program import (
     SelectRows,
 )
 
-#: Names that checkpoints of the family may hold and the program doesn't need.
+#: Names that checkpoints may hold and the program doesn't need.
 UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 #: Weights that aren't in the checkpoint: the loader makes them (`engine/models/rope.py`).
@@ -34,10 +36,10 @@ ROPE_COS, ROPE_SIN = "rope.cos", "rope.sin"
 
 def build(config: ModelConfig, dtype: DType) -> Program:
     """The program of a config, computing in `dtype`; its weights carry the checkpoint's names."""
-    return _Llama(config, dtype).program()
+    return _Decoder(config, dtype).program()
 
 
-class _Llama:
+class _Decoder:
     """One build: the config, the tables so far, and the buffers that all layers share."""
 
     def __init__(self, config: ModelConfig, dtype: DType) -> None:
@@ -81,11 +83,15 @@ class _Llama:
         prefix = f"model.layers.{layer}"
         self._norm(f"{prefix}.input_layernorm", self.hidden, self.normed)
         parts = {"q_proj": self.q_width, "k_proj": self.kv_width, "v_proj": self.kv_width}
-        self._linear(f"{prefix}.self_attn", parts, self.normed, self.qkv, config.attention_bias)
+        self._linear(f"{prefix}.self_attn", parts, self.normed, self.qkv, config.qkv_bias)
+        if config.qk_norm:
+            self._head_norm(f"{prefix}.self_attn.q_norm", 0, config.num_heads)
+            self._head_norm(f"{prefix}.self_attn.k_norm", config.num_heads, config.num_kv_heads)
         b.add(RopeStore(self.qkv, self.cos, self.sin, layer, config.num_heads))
-        b.add(Attention(self.qkv, self.mixed, layer, config.num_heads, config.head_dim**-0.5, window=0))
+        scale = config.head_dim**-0.5
+        b.add(Attention(self.qkv, self.mixed, layer, config.num_heads, scale, config.windows[layer]))
         parts = {"o_proj": config.hidden_size}
-        self._linear(f"{prefix}.self_attn", parts, self.mixed, self.update, config.attention_bias)
+        self._linear(f"{prefix}.self_attn", parts, self.mixed, self.update, config.o_bias)
         b.add(Add(self.hidden, self.update, self.hidden))
 
     def _mlp(self, layer: int) -> None:
@@ -101,6 +107,10 @@ class _Llama:
     def _norm(self, name: str, x: int, out: int) -> None:
         weight = self.builder.weight(f"{name}.weight", (self.config.hidden_size,), self.dtype)
         self.builder.add(RmsNorm(x, weight, out, self.config.rms_norm_eps))
+
+    def _head_norm(self, name: str, first_head: int, heads: int) -> None:
+        weight = self.builder.weight(f"{name}.weight", (self.config.head_dim,), self.dtype)
+        self.builder.add(HeadNorm(self.qkv, weight, first_head, heads, self.config.rms_norm_eps))
 
     def _linear(self, prefix: str, parts: dict[str, int], x: int, out: int, has_bias: bool) -> None:
         """Projections `parts` (name → output columns) of `x`, side by side in `out`."""
