@@ -151,14 +151,21 @@ class Index:
         self._db.execute("INSERT INTO enqueued SELECT number FROM rows WHERE state = 1")
         self._db.execute("UPDATE rows SET state = 0 WHERE state > 1")
 
-    def match(self, custom_id: str, state: RowState, *, duplicate: bool) -> int | None:
-        """Record that the output has this row; return its line's number, None for an id that isn't in the input."""
-        if duplicate:
-            find = "custom_id = ? AND duplicate_of IS NOT NULL AND state < 2 ORDER BY number LIMIT 1"
-        else:
-            find = "custom_id = ? AND duplicate_of IS NULL"
-        query = f"UPDATE rows SET state = ? WHERE number = (SELECT number FROM rows WHERE {find}) RETURNING number"
-        found = self._db.execute(query, (state.value, custom_id)).fetchone()
+    def match(self, custom_id: str, state: RowState, *, duplicate_at: int | None = None) -> int | None:
+        """Record that the output has this row; return its line's number, None for an id that isn't in the input.
+
+        `duplicate_at`: it is a later row of that name, then at this line. If the input has changed since, it is taken
+        for the first such row that is not matched yet.
+        """
+        if duplicate_at is None:
+            return self._match(state, "custom_id = ? AND duplicate_of IS NULL", custom_id)
+        duplicate = "custom_id = ? AND duplicate_of IS NOT NULL AND state < 2"
+        exact = self._match(state, f"{duplicate} AND number = ?", custom_id, duplicate_at)
+        return exact or self._match(state, f"{duplicate} ORDER BY number LIMIT 1", custom_id)
+
+    def _match(self, state: RowState, where: str, *values: str | int) -> int | None:
+        query = f"UPDATE rows SET state = ? WHERE number = (SELECT number FROM rows WHERE {where}) RETURNING number"
+        found = self._db.execute(query, (state.value, *values)).fetchone()
         return None if found is None else int(found[0])
 
     def retry(self, number: int) -> None:

@@ -45,7 +45,7 @@ class _Matching:
 
     def __call__(self, row: FinishedRow) -> bool:
         state = RowState.DONE if row.error_code is None else RowState.ERROR
-        number = self._index.match(row.custom_id, state, duplicate=row.error_code == "duplicate_custom_id")
+        number = self._index.match(row.custom_id, state, duplicate_at=row.duplicate_at)
         if state is RowState.ERROR and number is not None and number <= self._retry_errors:
             self._index.retry(number)
             return False

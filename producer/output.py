@@ -17,6 +17,9 @@ from batonq.producer.index import IndexedRow
 from batonq.producer.openai import completion
 from batonq.producer.schema import ErrorInfo, Result
 
+#: Code of the error of a row whose custom_id an earlier row has.
+DUPLICATE = "duplicate_custom_id"
+
 _LINE_START = b'{"id": "batch_req_'
 
 
@@ -25,6 +28,8 @@ class FinishedRow(NamedTuple):
 
     custom_id: str
     error_code: str | None
+    #: For the error row of a custom_id that was used before: its line in the input.
+    duplicate_at: int | None
     line: bytes
 
 
@@ -101,10 +106,11 @@ def _read_line(path: Path, number: int, line: bytes) -> FinishedRow:
         fields = json.loads(line)
         custom_id, response, error = fields["custom_id"], fields["response"], fields["error"]
         status = response["status_code"] if error is None else 0
+        duplicate_at = int(error["line"]) if error is not None and error["code"] == DUPLICATE else None
         code = error["code"] if error is not None else (None if status < 400 else "error")
     except (ValueError, KeyError, TypeError):
         raise _foreign(path, number) from None
-    return FinishedRow(custom_id, code, line)
+    return FinishedRow(custom_id, code, duplicate_at, line)
 
 
 def _foreign(path: Path, number: int) -> StateError:

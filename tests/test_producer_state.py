@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from batonq.producer import state as state_module
 from batonq.producer.errors import StateError
 from batonq.producer.index import Counts, RowState
 from batonq.producer.matching import match_output
@@ -37,7 +38,10 @@ def unfinished(state: RunState) -> list[int]:
     return [row.number for row in state.index.unfinished(0, 10**9, 10**6)]
 
 
-def test_a_second_run_into_the_same_output_is_told_who_holds_it(tmp_path: Path) -> None:
+def test_a_second_run_into_the_same_output_is_told_who_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_module, "_LOCK_SECONDS", 0.05)
     state = RunState(tmp_path / "out.jsonl")
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "out.jsonl")
     for path in (tmp_path / "out.jsonl", tmp_path / "link.jsonl"):
