@@ -6,9 +6,10 @@ left out, and `created` is 0, so that the same input gives the same bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from batonq.producer.schema import Choice, Result
+from batonq.producer.schema import Choice, Result, TokenLogprob, TopLogprob
 
 
 def completion(result: Result, request_id: str, *, chat: bool) -> dict[str, Any]:
@@ -29,6 +30,8 @@ def completion(result: Result, request_id: str, *, chat: bool) -> dict[str, Any]
         # Not OpenAI's: what it takes to have the same tokens again.
         "batonq": _reproduction(result),
     }
+    if result.prompt_logprobs is not None:  # vLLM's
+        body["prompt_logprobs"] = [token and token.model_dump() for token in result.prompt_logprobs]
     return body
 
 
@@ -45,9 +48,39 @@ def _reproduction(result: Result) -> dict[str, Any]:
 
 def _choice(choice: Choice, chat: bool) -> dict[str, Any]:
     text: dict[str, Any] = {"message": {"role": "assistant", "content": choice.text}} if chat else {"text": choice.text}
+    logprobs = choice.logprobs
+    form = _chat_logprobs if chat else _completion_logprobs
     return {
         "index": choice.index,
         **text,
-        "logprobs": choice.logprobs,
+        "logprobs": None if logprobs is None else form(logprobs),
         "finish_reason": choice.finish_reason,
     }
+
+
+def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def entry(token: TopLogprob) -> dict[str, Any]:
+        return {"token": token.token, "logprob": token.logprob, "bytes": token.bytes}
+
+    content = [entry(token) | {"top_logprobs": [entry(top) for top in token.top_logprobs]} for token in tokens]
+    return {"content": content, "refusal": None}
+
+
+def _completion_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """In parallel lists. The drawn token is among the alternatives, as OpenAI has it."""
+    alternatives = [{top.token: top.logprob for top in (*t.top_logprobs, t)} for t in tokens]
+    return {
+        "tokens": [token.token for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": alternatives if any(token.top_logprobs for token in tokens) else None,
+        "text_offset": _offsets(tokens),
+    }
+
+
+def _offsets(tokens: Sequence[TokenLogprob]) -> list[int]:
+    """Where in the text each token begins, in characters: how many of them begin before it."""
+    offsets = [0]
+    for token in tokens:
+        begun = sum(byte & 0xC0 != 0x80 for byte in token.bytes)
+        offsets.append(offsets[-1] + begun)
+    return offsets[:-1]

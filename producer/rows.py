@@ -27,16 +27,7 @@ _SKIP_BYTES = 1 << 20
 _RUN_FIELDS = frozenset({"id", "custom_id", "client_id", "schema_version", "sampling"})
 
 #: Parameters that are not carried out, with the value that asks for nothing: such a value is accepted.
-_NO_EFFECT: dict[str, Any] = {
-    "best_of": 1,
-    "echo": False,
-    "frequency_penalty": 0,
-    "logit_bias": {},
-    "logprobs": False,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "tools": [],
-}
+_NO_EFFECT: dict[str, Any] = {"best_of": 1, "stream": False, "tools": []}
 
 #: Names the end user to the operator of an API; nothing here depends on it.
 _IGNORED = "user"
@@ -179,6 +170,8 @@ def _normalized(fields: dict[str, Any]) -> dict[str, Any]:
         for name, value in fields.items()
         if value is not None and name != _IGNORED and not (name in _NO_EFFECT and value == _NO_EFFECT[name])
     }
+    if "stream" in kept:
+        raise RowError("unsupported_parameter", "stream: the rows of a file are not streamed", param="stream")
     if "max_completion_tokens" in kept:
         limit = kept.pop("max_completion_tokens")
         if kept.setdefault("max_tokens", limit) != limit:

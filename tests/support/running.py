@@ -19,6 +19,9 @@ from tests.support.servers import server
 
 ANSWERING = str(Path(__file__).with_name("answering.py"))
 WORKER_COMMAND = f"{sys.executable} {ANSWERING}"
+#: A real worker over the null engine, which `null_worker.ENVIRONMENT` sizes.
+NULL_WORKER_COMMAND = f"{sys.executable} -m batonq.worker --engine tests.support.null_worker"
+_ROOT = Path(__file__).parents[2]
 _PROGRAM = [sys.executable, "-c", "from batonq.producer.cli import main; main()"]
 
 
@@ -50,6 +53,7 @@ def texts(path: Path) -> list[tuple[str, str]]:
 
 
 def command(source: Path, output: Path, *options: str, own_worker: bool = True) -> list[str]:
+    """Later options override; with `own_worker` the answering process is the worker."""
     worker = ["--worker-command", WORKER_COMMAND] if own_worker else []
     return [*_PROGRAM, "run", "-i", str(source), "-o", str(output), "--model", "tiny", *worker, *options]
 
