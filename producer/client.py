@@ -6,15 +6,18 @@ import time
 import zlib
 from base64 import b64decode
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import resources
 from itertools import islice
 from typing import Any, TypeVar
 from uuid import uuid4
 
+import msgpack  # type: ignore[import-untyped, unused-ignore]
 import redis
 from pydantic import ValidationError
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from rq import Queue
+from rq.utils import now, utcformat
 
 from batonq.producer import keys, serializer
 from batonq.producer.errors import JobError, JobNotFoundError, ProducerError, ResultTimeoutError
@@ -28,6 +31,7 @@ from batonq.producer.schema import (
     error_from_flat,
     job_from_flat,
 )
+from batonq.producer.stream import StreamChunk, StreamReader
 
 #: Jobs handed to Redis in one transaction, and results fetched in one pipeline.
 BATCH = 256
@@ -57,25 +61,32 @@ class Producer:
             self.connection = url_or_connection
         self.queue = queue
         self._queues: dict[str, Queue] = {}
+        self._cancel = self.connection.register_script(_source("job") + _source("cancel"))
 
-    def submit(self, job: PromptJob | None = None, /, **fields: Any) -> str:
+    def submit(self, job: PromptJob | None = None, /, *, queue: str | None = None, **fields: Any) -> str:
         """Enqueue one job, given whole or as PromptJob's and SamplingParams' fields side by side; return its id.
 
-        Raises JobError for fields that make no job. A job whose id is known already is not enqueued again.
+        `queue` overrides where it goes (a worker may serve several queues, `batonq worker --queue`). Raises JobError
+        for fields that make no job. A job whose id is known already is not enqueued again.
         """
-        return self.submit_many([job if job is not None else make_job(**fields)])[0]
+        return self.submit_many([job if job is not None else make_job(**fields)], queue=queue)[0]
 
-    def submit_many(self, jobs: Iterable[PromptJob]) -> list[str]:
+    def submit_many(self, jobs: Iterable[PromptJob], *, queue: str | None = None) -> list[str]:
         """Enqueue jobs in batches, each batch in one transaction; return their ids in order."""
         ids: list[str] = []
         for batch in _batches(jobs):
-            named = [self._named(job) for job in batch]
-            self.enqueue(named)
+            named = [self._named(job, queue) for job in batch]
+            self.enqueue(named, queue=queue)
             ids.extend(str(job.id) for job in named)
         return ids
 
-    def enqueue(self, jobs: Sequence[PromptJob]) -> set[str]:
-        """Enqueue jobs that have an id and a model, except those whose id is known; return the known ids."""
+    def enqueue(self, jobs: Sequence[PromptJob], *, queue: str | None = None) -> set[str]:
+        """Enqueue jobs that have an id and a model, except those whose id is known; return the known ids.
+
+        Each goes to the queue of its model, or all to `queue`; then they need no model.
+        """
+        if queue is not None:
+            return self._enqueue({str(job.id): job for job in jobs}, self._queue(queue))
         known: set[str] = set()
         for model in dict.fromkeys(str(job.model) for job in jobs):
             known |= self._enqueue({str(job.id): job for job in jobs if job.model == model}, self._queue(model))
@@ -131,26 +142,79 @@ class Producer:
         for batch in _batches(ids):
             with self.connection.pipeline(transaction=False) as pipe:
                 for job_id in batch:
-                    pipe.hget(keys.job(job_id), "origin")
-                origins = pipe.execute()
+                    pipe.hmget(keys.job(job_id), "origin", "batonq_n")
+                known = pipe.execute()
             with self.connection.pipeline(transaction=True) as pipe:
-                for job_id, origin in zip(batch, origins, strict=True):
-                    if origin is not None:
-                        pipe.zrem(keys.finished(origin.decode()), job_id)
-                        pipe.zrem(keys.failed(origin.decode()), job_id)
+                for job_id, (origin, n) in zip(batch, known, strict=True):
+                    for registry in (keys.finished, keys.failed, keys.canceled, keys.scheduled):
+                        if origin is not None:
+                            pipe.zrem(registry(origin.decode()), job_id)
                     pipe.delete(
                         keys.job(job_id),
                         keys.results(job_id),
                         keys.executions(job_id),
                         keys.dependents(job_id),
                         keys.dependencies(job_id),
-                        keys.context(job_id),
-                        keys.tokens(job_id),
                     )
+                    for context_id in keys.context_ids(job_id, int(n or 1)):
+                        pipe.delete(*keys.of_context(context_id))
                 pipe.execute()
 
-    def _named(self, job: PromptJob) -> PromptJob:
+    def stream(
+        self, job_id: str, *, start: int | Sequence[int] = 0, timeout: float | None = None
+    ) -> Iterator[StreamChunk]:
+        """What a job submitted with `stream=True` writes, as it writes it, until it has ended.
+
+        `start` is the offset of the last chunk that was read, to go on from there; one for each output if n > 1.
+        `timeout` in seconds bounds the wait for each chunk. Raises JobNotFoundError, JobError if the job doesn't
+        stream, JobFailedError if it fails or is stopped or canceled, and what else `StreamReader.chunks` does.
+        """
+        job = self._fields_of(job_id)
+        if not job.get("stream"):
+            raise JobError("not_streaming", f"job {job_id} was submitted without stream=True", param="stream")
+        n = int(job.get("n", 1))
+        starts = [start] * n if isinstance(start, int) else list(start)
+        if len(starts) != n:
+            raise JobError("invalid_parameter", f"start: {len(starts)} offsets for {n} outputs", param="start")
+        return StreamReader(self.connection, job_id, starts).chunks(lambda: self._failure(job_id), timeout)
+
+    def cancel(self, job_id: str) -> bool:
+        """Cancel a job that is queued or runs: nothing of it is published after this returns.
+
+        False if it had ended already. Raises JobNotFoundError.
+        """
+        client_id = self._fields_of(job_id).get("client_id") or False
+        packed = msgpack.packb([keys.PREFIX, job_id, client_id, utcformat(now()), FAILURE_TTL], use_bin_type=False)
+        before: Any = self._cancel(args=[packed])
+        if before is None:
+            raise JobNotFoundError(job_id)
+        return before.decode() not in ENDED
+
+    def _fields_of(self, job_id: str) -> dict[str, Any]:
+        """The fields of the PromptJob that a job carries; none if it carries something else."""
+        data: Any = self.connection.hget(keys.job(job_id), "data")
+        if data is None:
+            raise JobNotFoundError(job_id)
+        try:
+            fields = serializer.loads(zlib.decompress(data))[3]
+        except (ValueError, zlib.error, msgpack.UnpackException):
+            return {}
+        return fields if isinstance(fields, dict) else {}
+
+    def _failure(self, job_id: str) -> ErrorInfo | None:
+        """Why a job that gives nothing will give nothing more; None if it may. Raises JobNotFoundError."""
+        status = self.statuses([job_id])[job_id]
+        if status is None or status == "finished":  # its stream is gone, or was never written
+            result = self.results([job_id]).get(job_id)
+            if result is None or result.error is None:
+                raise JobNotFoundError(job_id)
+            return result.error
+        return self.results([job_id])[job_id].error if status in ENDED else None
+
+    def _named(self, job: PromptJob, queue: str | None = None) -> PromptJob:
         model = job.model or self.queue
+        if queue is not None:
+            return job.model_copy(update={"id": job.id or uuid4().hex})
         if not model:
             raise JobError("missing_model", "a job needs a model, or the producer a queue", param="model")
         return job.model_copy(update={"id": job.id or uuid4().hex, "model": model})
@@ -179,6 +243,10 @@ class Producer:
                 except redis.WatchError:
                     continue
         return jobs.keys() - absent.keys()
+
+
+def _source(name: str) -> str:
+    return (resources.files("batonq.producer") / "lua" / f"{name}.lua").read_text()
 
 
 def connect(url: str) -> redis.Redis:
