@@ -127,6 +127,8 @@ class Engine(Generic[Logits]):
         *,
         output_token_ids: Sequence[int] = (),
         output_logprobs: Sequence[TokenLogprobs] = (),
+        priority: int = 0,
+        is_streaming: bool = False,
     ) -> Context:
         """Take in a new context, or one that was begun elsewhere and has `output_token_ids` already.
 
@@ -139,6 +141,7 @@ class Engine(Generic[Logits]):
         input_token_ids, params = effective_request(self.limits, self.encoder, input_token_ids, sampling_params)
         assert len(output_logprobs) == (0 if params.logprobs is None else len(output_token_ids)), context_id
         context = self._new_context(context_id, input_token_ids, params)
+        context.priority, context.is_streaming = priority, is_streaming
         self.contexts[context_id] = context
         reason = None
         for token, logprobs in zip_longest(output_token_ids, output_logprobs):

@@ -48,9 +48,10 @@ class Scheduler:
         self._decision_id = 0
 
     def add(self, context: Context) -> None:
-        """Put a new context behind those that wait. It must fit the pool alone."""
+        """Put a new context behind those that wait with its priority or a more urgent one. It must fit the pool alone."""
         assert self.pool.blocks_for(context.max_token_limit) <= self.pool.num_blocks
-        self.waiting.append(context)
+        later = (i for i, other in enumerate(self.waiting) if other.priority > context.priority)
+        self.waiting.insert(next(later, len(self.waiting)), context)
 
     # ── planning ────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from rq import Queue
+from rq.rate_limit import RateLimitRegistry
 from rq.utils import now, utcformat
 
 from batonq.producer import keys, serializer
@@ -145,19 +146,11 @@ class Producer:
                     pipe.hmget(keys.job(job_id), "origin", "batonq_n")
                 known = pipe.execute()
             with self.connection.pipeline(transaction=True) as pipe:
-                for job_id, (origin, n) in zip(batch, known, strict=True):
+                for queue in {origin.decode() for origin, _ in known if origin is not None}:
                     for registry in (keys.finished, keys.failed, keys.canceled, keys.scheduled):
-                        if origin is not None:
-                            pipe.zrem(registry(origin.decode()), job_id)
-                    pipe.delete(
-                        keys.job(job_id),
-                        keys.results(job_id),
-                        keys.executions(job_id),
-                        keys.dependents(job_id),
-                        keys.dependencies(job_id),
-                    )
-                    for context_id in keys.context_ids(job_id, int(n or 1)):
-                        pipe.delete(*keys.of_context(context_id))
+                        pipe.zrem(registry(queue), *batch)
+                numbers = (int(n or 1) for _, n in known)
+                pipe.delete(*(key for job_id, n in zip(batch, numbers, strict=True) for key in _keys(job_id, n)))
                 pipe.execute()
 
     def stream(
@@ -188,6 +181,9 @@ class Producer:
         before: Any = self._cancel(args=[packed])
         if before is None:
             raise JobNotFoundError(job_id)
+        limit: Any = self.connection.hget(keys.job(job_id), "rate_limit_key")
+        if limit:
+            RateLimitRegistry(limit.decode(), self.connection).cancel(job_id)
         return before.decode() not in ENDED
 
     def _fields_of(self, job_id: str) -> dict[str, Any]:
@@ -306,6 +302,17 @@ def _parse_result(job_id: str, status: str, model: str, entry: dict[bytes, bytes
     last_line = reason.strip().rpartition("\n")[2]
     message = f"the job was {status} without a result" + (f": {last_line}" if last_line else "")
     return Result(id=job_id, model=model, error=ErrorInfo(code=f"job_{status}", message=message))
+
+
+def _keys(job_id: str, n: int) -> Iterator[str]:
+    """Everything that is kept of a job with `n` contexts under ids of its own."""
+    yield keys.job(job_id)
+    yield keys.results(job_id)
+    yield keys.executions(job_id)
+    yield keys.dependents(job_id)
+    yield keys.dependencies(job_id)
+    for context_id in keys.context_ids(job_id, n):
+        yield from keys.of_context(context_id)
 
 
 def _batches(items: Iterable[_T]) -> Iterator[list[_T]]:

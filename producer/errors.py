@@ -50,6 +50,26 @@ class ResultTimeoutError(ProducerError):
         )
 
 
+class JobFailedError(ProducerError):
+    """A job whose stream was being read failed, or was stopped or canceled. `code` and `message` are the job's."""
+
+    def __init__(self, job_id: str, error: ErrorInfo) -> None:
+        super().__init__(error.code, error.message, param=error.param, job_id=job_id)
+
+
+class StreamTrimmedError(ProducerError):
+    """The beginning of a stream that was asked for is there no more; the result has the whole text."""
+
+    def __init__(self, context_id: str, start: int, first: int) -> None:
+        super().__init__(
+            "stream_trimmed",
+            f"the stream of {context_id} was asked for from token {start}, and begins with token {first}",
+            context_id=context_id,
+            start=start,
+            first=first,
+        )
+
+
 class InputError(ProducerError):
     """The input of a run, or the options it came with, cannot be worked on. Nothing was enqueued."""
 

@@ -44,6 +44,16 @@ def failed(queue_name: str) -> str:
     return f"{PREFIX}:failed:{queue_name}"
 
 
+def canceled(queue_name: str) -> str:
+    """Sorted set of canceled job ids, scored by expiry."""
+    return f"{PREFIX}:canceled:{queue_name}"
+
+
+def scheduled(queue_name: str) -> str:
+    """Sorted set of job ids to be queued later, scored by when."""
+    return f"{PREFIX}:scheduled:{queue_name}"
+
+
 def execution(job_id: str, execution_id: str) -> str:
     """Hash of one execution of a job."""
     return f"{PREFIX}:execution:{job_id}:{execution_id}"
@@ -92,6 +102,31 @@ def context(context_id: str) -> str:
 def tokens(context_id: str) -> str:
     """String of a context's committed output token ids, packed as little-endian uint32."""
     return f"{PREFIX}:batonq:tok:{context_id}"
+
+
+def logprobs(context_id: str) -> str:
+    """String of the log probabilities of a context's committed tokens, a fixed number of bytes for each."""
+    return f"{PREFIX}:batonq:lp:{context_id}"
+
+
+def stream(context_id: str) -> str:
+    """Stream of a context's text as it grows; an entry's id is the number of tokens up to its end."""
+    return f"{PREFIX}:batonq:stream:{context_id}"
+
+
+def followups(queue_name: str) -> str:
+    """Hash of ended jobs whose dependents, callbacks or webhooks are not served yet: job id → worker that is at it."""
+    return f"{PREFIX}:batonq:followups:{queue_name}"
+
+
+def context_ids(job_id: str, n: int) -> list[str]:
+    """Ids of a job's contexts: its own, or `{job id}.{i}` where it asks for several outputs."""
+    return [job_id] if n == 1 else [f"{job_id}.{index}" for index in range(n)]
+
+
+def of_context(context_id: str) -> tuple[str, ...]:
+    """Every key that a context has."""
+    return context(context_id), tokens(context_id), logprobs(context_id), stream(context_id)
 
 
 def done(client_id: str) -> str:

@@ -72,13 +72,15 @@ class PromptJob(BaseModel):
     token_ids: tuple[TokenId, ...] | None = None
     messages: tuple[Message, ...] | None = None
     sampling: SamplingParams = SamplingParams()
-    n: Annotated[int, Field(ge=1)] = 1
+    #: Outputs to draw, each with a seed of its own that follows from `sampling.seed`.
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    #: Publish text as it grows (`keys.stream`), beside the result.
     stream: bool = False
-    #: Lower numbers first, as in vLLM.
+    #: Lower numbers first, as in vLLM, among the jobs that a worker holds; claims follow the queues' order alone.
     priority: int = 0
     #: Who is told, on the list `keys.done(client_id)`, when the job has ended.
     client_id: str | None = None
-    #: Milliseconds of Unix time.
+    #: Milliseconds of Unix time after which no output is wanted any more.
     deadline: int | None = None
     exact: Literal["prefer", "require"] = "prefer"
     metadata: dict[str, Any] | None = None
@@ -107,11 +109,9 @@ class PromptJob(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _carried_out(self) -> PromptJob:
-        # Accepted by the schema, because jobs of this version may carry them, but not carried out yet.
-        for name, default in (("n", 1), ("stream", False), ("priority", 0), ("deadline", None)):
-            if getattr(self, name) != default:
-                raise ValueError(f"unsupported_parameter: {name} is not supported yet")
+    def _echo_of_text(self) -> PromptJob:
+        if self.sampling.echo and self.messages is not None:
+            raise ValueError("unsupported_parameter: sampling.echo is not supported with messages")
         return self
 
     def to_kwargs(self) -> dict[str, Any]:

@@ -89,16 +89,22 @@ def test_a_value_out_of_range_names_its_field(name: str, value: Any) -> None:
     assert name in error.message
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED_PARAMETERS - SamplingParams.model_fields.keys()))
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED_PARAMETERS))
 def test_what_is_not_carried_out_is_refused_by_name(name: str) -> None:
     error = refusal({"prompt": "a", name: 1})
     assert (error.code, error.param) == ("unsupported_parameter", f"sampling.{name}")
 
 
-@pytest.mark.parametrize(("name", "value"), [("n", 2), ("stream", True), ("priority", 1), ("deadline", 5)])
-def test_what_jobs_may_carry_but_is_not_carried_out_yet(name: str, value: Any) -> None:
-    error = refusal({"prompt": "a", name: value})
-    assert (error.code, error.param) == ("unsupported_parameter", name)
+@pytest.mark.parametrize(("name", "value"), [("n", 2), ("stream", True), ("priority", -1), ("deadline", 5)])
+def test_what_a_job_carries_beside_its_prompt(name: str, value: Any) -> None:
+    job = job_from_flat({"prompt": "a", name: value})
+    assert getattr(PromptJob.model_validate(job.to_kwargs()), name) == value
+
+
+@pytest.mark.parametrize("n", [0, 129])
+def test_a_number_of_outputs_out_of_range(n: int) -> None:
+    error = refusal({"prompt": "a", "n": n})
+    assert (error.code, error.param) == ("invalid_parameter", "n")
 
 
 def test_an_unknown_parameter() -> None:

@@ -23,7 +23,7 @@ from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegist
 from batonq.producer import keys, serializer
 from batonq.producer.schema import FUNCTION
 from batonq.worker.messages import pack_ids
-from batonq.worker.scripts import Claim, Committed, Ending, Scripts
+from batonq.worker.scripts import Claim, Committed, ContextCommit, ContextEnd, Ending, Finished, Scripts
 from tests.support.servers import server
 
 QUEUE = "machine"
@@ -68,14 +68,15 @@ class JobLives(RuleBasedStateMachine):
     def claim(self, worker: str, count: int) -> None:
         executions = [f"e{self.count + i}" for i in range(count)]
         self.count += count
-        claimed = self.scripts.claim(QUEUE, worker, executions, time.time(), 480)
+        claimed = self.scripts.claim([QUEUE], worker, executions, time.time(), 480)
+        assert claimed is not None
         queued = sum(job.status == "queued" for job in self.jobs.values())
         assert len(claimed) == min(count, queued)
         for claim in claimed:
             job = self.jobs[claim.ownership.job_id]
             assert job.status == "queued"
-            assert claim.tokens == pack_ids(job.tokens)
-            assert (b"digest" in [name.encode() for name in claim.context]) == job.pinned
+            assert claim.contexts[0].tokens == pack_ids(job.tokens)
+            assert ("digest" in claim.contexts[0].fields) == job.pinned
             job.status, job.owner = "started", claim.ownership.execution_id
             self.claims.append((worker, claim))
 
@@ -91,7 +92,9 @@ class JobLives(RuleBasedStateMachine):
     def pin(self, pick: int) -> None:
         if (found := self.any_claim(pick)) and not found[2].pinned:
             _, claim, job, owned = found
-            assert self.scripts.pin([(claim.ownership, {"digest": "d", "state": "WAITING"})]) == [owned]
+            assert self.scripts.pin(
+                [(claim.ownership, False, [(claim.ownership.job_id, {"digest": "d", "state": "WAITING"})])]
+            ) == [owned]
             if owned:
                 job.pinned, job.tokens = True, []
 
@@ -110,7 +113,8 @@ class JobLives(RuleBasedStateMachine):
             tokens[0] += 1
         gap = lie and not contradiction
         start += gap
-        (outcome,) = self.scripts.commit([(claim.ownership, start, pack_ids(tokens), {"state": "RUNNING"})])
+        news = ContextCommit(claim.ownership.job_id, start, pack_ids(tokens), b"", {"state": "RUNNING"})
+        (outcome,) = self.scripts.commit([(claim.ownership, [news])])
         if not owned:
             assert outcome is Committed.LOST
         elif contradiction or gap:
@@ -126,11 +130,20 @@ class JobLives(RuleBasedStateMachine):
         worker, claim, job, owned = found
         status = "failed" if failed else "finished"
         ending = Ending(
-            claim.ownership, QUEUE, worker, status, {"type": 1}, time.time(), 1.0, 600, "client", {"state": "FINISHED"}
+            claim.ownership,
+            QUEUE,
+            worker,
+            status,
+            {"type": 1},
+            time.time(),
+            1.0,
+            600,
+            "client",
+            [ContextEnd(claim.ownership.job_id, {"state": "FINISHED"})],
         )
         mine = owned or job.ended_by == claim.ownership.execution_id
         for _ in range(1 + repeat):
-            assert self.scripts.finish([ending]) == [(mine, 0)]
+            assert self.scripts.finish([ending]) == [Finished(mine, False, False)]
         if owned:
             job.status, job.owner, job.ended_by, job.tokens = status, None, claim.ownership.execution_id, []
 

@@ -12,11 +12,14 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import replace
 from typing import Any
 
+from batonq.engine.context import Context
 from batonq.engine.engine import Engine
 from batonq.engine.errors import EngineError
-from batonq.engine.plan import StepOutput
+from batonq.engine.logprobs import pack, unpack
+from batonq.engine.plan import ContextOutput, StepOutput
 from batonq.engine.sampling_params import SamplingParams
 from batonq.worker.messages import (
     Abort,
@@ -32,6 +35,7 @@ from batonq.worker.messages import (
     to_list,
     unpack_ids,
 )
+from batonq.worker.spelling import spell
 
 _PR_SET_PDEATHSIG = 1
 
@@ -79,12 +83,7 @@ class EngineLoop:
             self._engine.abort(message.context_id)
             self._engine.forget(message.context_id)
         try:
-            self._engine.add(
-                message.context_id,
-                unpack_ids(message.input_token_ids),
-                SamplingParams(**message.sampling),
-                output_token_ids=unpack_ids(message.output_token_ids),
-            )
+            context = self._add_to_engine(message)
         except EngineError as error:
             self._executions.pop(message.context_id, None)
             refused = Update(
@@ -99,43 +98,65 @@ class EngineLoop:
             self._channel.send(Step(0, [to_list(refused)]))
         else:
             self._executions[message.context_id] = message.execution_id
+            if message.streaming:
+                # What its tokens so far show is in the stream already; a part of a character or of a stop string isn't.
+                context.text.delta(final=False)
+
+    def _add_to_engine(self, message: Add) -> Context:
+        params = SamplingParams(**message.sampling)
+        num_top = params.logprobs
+        return self._engine.add(
+            message.context_id,
+            unpack_ids(message.input_token_ids),
+            params,
+            output_token_ids=unpack_ids(message.output_token_ids),
+            output_logprobs=() if num_top is None else unpack(message.output_logprobs, num_top),
+            priority=message.priority,
+            is_streaming=message.streaming,
+        )
 
     def _report(self, output: StepOutput) -> None:
         """Tell the parent of new tokens, ends, and contexts that began to run or were preempted."""
         updates = []
         told = {part.context_id for part in output.outputs}
         for part in output.outputs:
-            context = self._engine.contexts[part.context_id]
-            update = Update(
-                self._executions[part.context_id],
-                part.context_id,
-                str(context.state),
-                pack_ids(part.new_token_ids),
-            )
-            if part.finish_reason is not None:
-                update = self._ending(update)
-            updates.append(to_list(update))
+            update = self._update(part)
+            updates.append(to_list(self._ending(update) if part.finish_reason is not None else update))
         for context_id in (*output.started, *output.preempted):
             if context_id not in told and context_id in self._executions:
                 state = str(self._engine.contexts[context_id].state)
                 updates.append(to_list(Update(self._executions[context_id], context_id, state)))
         self._channel.send(Step(output.decision_id, updates))
 
+    def _update(self, part: ContextOutput) -> Update:
+        context = self._engine.contexts[part.context_id]
+        num_top = context.sampling_params.logprobs
+        return Update(
+            self._executions[part.context_id],
+            part.context_id,
+            str(context.state),
+            pack_ids(part.new_token_ids),
+            b"" if num_top is None else pack(part.new_logprobs, num_top),
+            context.text.delta(final=False) if context.is_streaming else "",
+        )
+
     def _ending(self, update: Update) -> Update:
+        context = self._engine.contexts[update.context_id]
+        last_text = context.text.delta(final=True) if context.is_streaming else ""
         generation = self._engine.forget(update.context_id)
         del self._executions[update.context_id]
-        error = generation.error
-        return Update(
-            update.execution_id,
-            update.context_id,
-            update.state,
-            update.new_token_ids,
-            str(generation.finish_reason),
-            generation.text,
-            generation.num_cached_tokens,
-            error.code if error else None,
-            error.message if error else None,
-            error.param if error else None,
+        vocabulary, params, error = self._engine.vocabulary, context.sampling_params, generation.error
+        return replace(
+            update,
+            finish_reason=str(generation.finish_reason),
+            text=generation.text,
+            last_text=last_text,
+            cached_tokens=generation.num_cached_tokens,
+            logprobs=None if params.logprobs is None else spell(generation.logprobs, vocabulary),
+            prompt_logprobs=None if params.prompt_logprobs is None else spell(generation.prompt_logprobs, vocabulary),
+            error_code=error.code if error else None,
+            error_message=error.message if error else None,
+            error_param=error.param if error else None,
         )
 
 

@@ -40,10 +40,23 @@ def worker(
         str, typer.Option(envvar="REDIS_URL", help="The server that holds the queue.")
     ] = "redis://localhost:6379",
     served_model_name: Annotated[
-        str, typer.Option(help="Queue and model name of the jobs. Default: the alias or the directory's name.")
+        str, typer.Option(help="Model name of the jobs. Default: the alias or the directory's name.")
     ] = "",
+    queue: Annotated[
+        list[str] | None,
+        typer.Option(help="Queue to serve; more than one in strict order, the first first. Default: the model's name."),
+    ] = None,
     name: Annotated[str, typer.Option(help="Name of this worker. Default: host, process id and chance.")] = "",
     burst: Annotated[bool, typer.Option("--burst", help="End once the queue is empty and all jobs are done.")] = False,
+    allow_callbacks: Annotated[
+        bool,
+        typer.Option(
+            "--allow-callbacks",
+            help="Run the functions that jobs name as success, failure or stopped callbacks (rq's Callback), in this "
+            "process: then whoever can enqueue can run any function that can be imported here. Otherwise they are "
+            "logged and skipped. Webhooks are always sent.",
+        ),
+    ] = False,
     dtype: Annotated[DTypeName, typer.Option(help="Arithmetic and KV cache.")] = "float32",
     max_num_seqs: Annotated[int, typer.Option(help="Contexts that run at once.")] = _DEFAULTS.max_num_seqs,
     max_num_batched_tokens: Annotated[
@@ -63,7 +76,7 @@ def worker(
     ] = "batonq.engine.loading",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
-    """Serve a model: claim jobs from its queue, run them in one continuous batch, publish the results.
+    """Serve a model: claim jobs from its queues, run them in one continuous batch, publish the results.
 
     Ctrl-C or SIGTERM stops it in order: it finishes the step, commits the tokens and gives unfinished jobs back to the
     front of the queue, where another worker carries them on. A second one stops it at once.
@@ -73,7 +86,8 @@ def worker(
     set_up_logging(log_level)
     try:
         config = EngineConfig(max_num_seqs, max_num_batched_tokens, kv_cache_memory, max_model_len, num_threads)
-        serve(engine, model, served_model_name, dtype, config, redis_url, name, burst)
+        name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        serve(engine, model, served_model_name, queue or [], dtype, config, redis_url, name, burst, allow_callbacks)
     except (WorkerError, EngineError) as error:
         typer.echo(f"batonq worker: {error.message}", err=True)
         raise typer.Exit(1) from None
@@ -89,28 +103,32 @@ def serve(
     engine: str,
     model: str,
     served_model_name: str,
+    queues: list[str],
     dtype: DTypeName,
     config: EngineConfig,
     redis_url: str,
     name: str,
     burst: bool,
+    allow_callbacks: bool,
 ) -> None:
     """Run a worker with these settings until it is stopped."""
     # Imported here, so that `--help` and the other commands don't wait for it.
     from batonq.engine.loading import EngineOptions, default_served_model_name  # noqa: PLC0415
     from batonq.worker.worker import WorkerOptions, run_worker  # noqa: PLC0415
 
-    queue = served_model_name or default_served_model_name(model)
-    options = EngineOptions(model, queue, dtype, config)
+    served = served_model_name or default_served_model_name(model)
+    options = EngineOptions(model, served, dtype, config)
     run_worker(
         WorkerOptions(
             redis_url=redis_url,
-            queue=queue,
-            name=name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}",
+            served_model_name=served,
+            queues=tuple(dict.fromkeys(queues)) or (served,),
+            name=name,
             engine=engine,
             engine_options=options.to_dict(),
             load_frontend=import_module(engine).load_frontend,
             burst=burst,
+            allow_callbacks=allow_callbacks,
         )
     )
 

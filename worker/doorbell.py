@@ -1,8 +1,9 @@
-"""Wakes a worker when a job is queued, without taking it.
+"""Wakes a worker when a job is queued on one of its queues, without taking it.
 
 `BLMOVE q q LEFT LEFT` blocks until the queue has a job and puts it back where it was, in one step: nothing can be lost
 between waking and claiming. It has a connection and a thread of its own, since it blocks, and waits only when told to,
-since on a queue that has jobs it would spin.
+since on a queue that has jobs it would spin. Each queue has a bell of its own: one that watched several would need
+BLPOP, which takes the job.
 """
 
 from __future__ import annotations

@@ -69,6 +69,10 @@ class EngineProcess:
                         return message
         return None
 
+    def kill(self) -> None:
+        """SIGKILL the child: that shows in `gone` as any other death does."""
+        self._process.kill()
+
     def end(self, seconds: float = EXIT_SECONDS) -> int:
         """Wait for the exit, killing after `seconds`; the exit status, negative for a signal."""
         try:

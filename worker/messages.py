@@ -64,8 +64,13 @@ class Add:
     context_id: str
     input_token_ids: bytes
     output_token_ids: bytes
+    #: Packed log probabilities of the output tokens, if the parameters ask for them.
+    output_logprobs: bytes
     #: `SamplingParams`, effective.
     sampling: dict[str, Any]
+    priority: int
+    #: Whether updates carry text as it becomes visible.
+    streaming: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +88,25 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Child → parent: what a step did to one context. `text` and `cached_tokens` come with the finish reason."""
+    """Child → parent: what a step did to one context. What stands below the finish reason comes with it."""
 
     execution_id: str
     context_id: str
     #: The context's state after the step.
     state: str
     new_token_ids: bytes = b""
+    #: Packed log probabilities of the new tokens, if asked for.
+    new_logprobs: bytes = b""
+    #: Text that became visible with the new tokens, if streaming.
+    new_text: str = ""
     finish_reason: str | None = None
     text: str | None = None
+    #: Text that was held back until it was clear that nothing follows, if streaming.
+    last_text: str = ""
     cached_tokens: int = 0
+    #: `producer.schema.TokenLogprob`s of the output, and of the prompt (None for its first token), if asked for.
+    logprobs: list[dict[str, Any] | None] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
     error_code: str | None = None
     error_message: str | None = None
     error_param: str | None = None

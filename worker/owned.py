@@ -1,70 +1,143 @@
-"""One job that this worker owns, from its claim to its end, and the result that it becomes."""
+"""One job that this worker owns, from its claim to its end: its contexts, and what the server doesn't know of them yet.
+
+A job has one context, or `n` of them, each with a seed of its own; they are claimed, given back and ended together.
+"""
 
 from __future__ import annotations
 
-import base64
-import zlib
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 
-from batonq.engine.sampling_params import SamplingParams
-from batonq.producer import serializer
-from batonq.producer.schema import FAILURE_TTL, RESULT_TTL, Choice, ErrorInfo, PromptJob, Result, Timings, Usage
+from batonq.engine.sampling_params import SamplingParams, child_seed
+from batonq.producer.keys import context_ids
+from batonq.producer.schema import ErrorInfo
 from batonq.worker.messages import Update, pack_ids, unpack_ids
-from batonq.worker.requests import EffectiveRequest, RefusedJob
-from batonq.worker.scripts import Claim, Ending, Fields, Ownership
-
-#: rq's codes for the outcomes of an execution (`rq.results.Result.Type`).
-_SUCCESSFUL, _FAILED = 1, 2
+from batonq.worker.requests import EffectiveRequest
+from batonq.worker.scripts import Claim, ContextCommit, ContextEnd, Fields, Loss, Mirror, Ownership, StreamEntry, iso
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where results come from: the worker, its queue, what it serves and how it computes."""
+    """Where results come from: the worker, what it serves and how it computes."""
 
     worker: str
-    queue: str
     model: str
     numerics_id: str
 
 
 @dataclass(slots=True, eq=False)
+class OwnedContext:
+    """One output in the making: its tokens so far, and how far the server has them."""
+
+    context_id: str
+    #: Effective, with this context's own seed.
+    sampling: SamplingParams
+    streaming: bool
+    tokens: list[int]
+    #: Packed log probabilities of `tokens`, if asked for.
+    logprobs: bytearray
+    #: Tokens that the server has acknowledged.
+    num_committed: int
+    state: str = "WAITING"
+    #: Whether anything changed since the last commit.
+    dirty: bool = False
+    #: What the engine said last of it, once it has ended.
+    ending: Update | None = None
+    #: Text of the tokens after the first `_num_streamed`, as far as it can be shown.
+    _text: str = ""
+    #: Tokens that are in stream entries, those of the server or `_entries`.
+    _num_streamed: int = 0
+    #: Entries that the server may not have. One that was sent stays as it is until it is acknowledged.
+    _entries: list[StreamEntry] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, context_id: str, sampling: SamplingParams, streaming: bool, mirror: Mirror | None) -> OwnedContext:
+        """A context as earlier owners left it, or new."""
+        tokens = unpack_ids(mirror.tokens) if mirror else []
+        packed = bytearray(mirror.logprobs) if mirror else bytearray()
+        own = cls(context_id, sampling, streaming, tokens, packed, len(tokens), dirty=mirror is not None)
+        own._num_streamed = len(tokens)
+        return own
+
+    def take(self, update: Update) -> None:
+        """Take in what a step did to it."""
+        self.tokens += unpack_ids(update.new_token_ids)
+        self.logprobs += update.new_logprobs
+        self._text += update.new_text
+        self.state = update.state
+        self.dirty = True
+        if update.finish_reason is not None:
+            self.ending = update
+
+    def news(self, fields: Fields) -> ContextCommit:
+        """What the server hasn't acknowledged."""
+        start = self.num_committed
+        packed = self._packed_logprobs(start)
+        return ContextCommit(self.context_id, start, pack_ids(self.tokens[start:]), packed, fields, self._stream())
+
+    def end(self, fields: Fields) -> ContextEnd:
+        """Its part of the job's end."""
+        return ContextEnd(self.context_id, fields, self._stream())
+
+    def acknowledge(self) -> None:
+        """The server has all that `news` said last."""
+        self.num_committed = len(self.tokens)
+        self._entries = []
+        self.dirty = False
+
+    def _packed_logprobs(self, start: int) -> bytes:
+        return bytes(self.logprobs[len(self.logprobs) // len(self.tokens) * start :]) if self.tokens else b""
+
+    def _stream(self) -> list[StreamEntry]:
+        """The entries that the server may not have. They grow by what is new; none that was given out changes."""
+        if not self.streaming:
+            return []
+        end = len(self.tokens)
+        if end > self._num_streamed:
+            start, self._num_streamed = self._num_streamed, end
+            fields: Fields = {"text": self._text, "token_ids": pack_ids(self.tokens[start:])}
+            if self.logprobs:
+                fields["logprobs"] = self._packed_logprobs(start)
+            self._text = ""
+            self._entries.append(StreamEntry(end, fields))
+        if self.ending is not None and not (self._entries and self._entries[-1].last):
+            mark: Fields = {"text": self.ending.last_text, "finish_reason": self.ending.finish_reason or ""}
+            self._entries.append(StreamEntry(end, mark, last=True))
+        return list(self._entries)
+
+
+@dataclass(slots=True, eq=False)
 class OwnedJob:
-    """A claimed job: its request, the tokens so far, and what the server doesn't know yet."""
+    """A claimed job: its request, its contexts in order, and whose hands they went through."""
 
     claim: Claim
     request: EffectiveRequest
     claimed_at: float
+    contexts: list[OwnedContext]
     owners: list[str]
     numerics: list[str]
     resumes: int
-    tokens: list[int]
-    #: Tokens that the server has acknowledged.
-    num_committed: int
-    state: str = "WAITING"
-    #: Whether state or tokens changed since the last commit.
-    dirty: bool = False
     first_token_at: float | None = None
 
     @classmethod
     def begin(cls, claim: Claim, request: EffectiveRequest, place: Place, now: float, *, resumed: bool) -> OwnedJob:
         """A job as it is right after its claim."""
-        owners = _split(claim.context.get("owners", b"")) if resumed else []
-        numerics = _split(claim.context.get("numerics", b"")) if resumed else []
+        past = claim.contexts[0].fields if resumed else {}
+        numerics = _split(past.get("numerics", b""))
         if place.numerics_id not in numerics:
             numerics.append(place.numerics_id)
-        tokens = unpack_ids(claim.tokens) if resumed else []
-        return cls(
-            claim,
-            request,
-            now,
-            [*owners, place.worker],
-            numerics,
-            int(claim.context.get("resumes", 0)) + 1 if resumed else 0,
-            tokens,
-            len(tokens),
-            dirty=resumed,
-        )
+        n = request.job.n
+        contexts = [
+            OwnedContext.begin(
+                context_id,
+                request.sampling if n == 1 else _for_child(request.sampling, index),
+                request.job.stream,
+                claim.contexts[index] if resumed else None,
+            )
+            for index, context_id in enumerate(context_ids(claim.ownership.job_id, n))
+        ]
+        owners = [*_split(past.get("owners", b"")), place.worker]
+        resumes = int(past.get("resumes", 0)) + 1 if resumed else 0
+        return cls(claim, request, now, contexts, owners, numerics, resumes)
 
     @property
     def ownership(self) -> Ownership:
@@ -73,153 +146,85 @@ class OwnedJob:
 
     @property
     def job_id(self) -> str:
-        """Id of the job and of its context."""
+        """Id of the job."""
         return self.claim.ownership.job_id
-
-    @property
-    def _client_id(self) -> str | None:
-        return self.request.job.client_id
 
     @property
     def crashes(self) -> int:
         """Deaths of engines that held it, since it last made progress."""
         return int(self.claim.job.get("batonq_crashes", 0))
 
-    def take(self, update: Update, now: float) -> None:
-        """Take in what a step did to it."""
-        new = unpack_ids(update.new_token_ids)
-        self.tokens += new
-        self.state = update.state
-        self.dirty = True
-        if new and self.first_token_at is None:
+    @property
+    def dirty(self) -> bool:
+        """Whether the server doesn't know all about it."""
+        return any(context.dirty for context in self.contexts)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of its contexts have ended."""
+        return all(context.ending is not None for context in self.contexts)
+
+    @property
+    def loss(self) -> Loss:
+        """What to clear away once it is no longer ours."""
+        names = [context.context_id for context in self.contexts]
+        return Loss(self.ownership, self.claim.queue, names, self.request.job.client_id)
+
+    def take(self, context: OwnedContext, update: Update, now: float) -> None:
+        """Take in what a step did to one of its contexts."""
+        context.take(update)
+        if update.new_token_ids and self.first_token_at is None:
             self.first_token_at = now
 
-    def fields(self, now: float) -> Fields:
-        """What the context's hash says beside the request and the token count."""
+    def overdue(self, now: float) -> ErrorInfo | None:
+        """Why its time is over, if it is: its own deadline, or rq's timeout, which counts from the claim."""
+        deadline = self.request.job.deadline
+        if deadline is not None and now * 1000 >= deadline:
+            return ErrorInfo(code="deadline_exceeded", message=f"the deadline was {iso(deadline / 1000)}")
+        timeout = int(self.claim.job.get("timeout", 0))
+        if 0 < timeout <= now - self.claimed_at:
+            return ErrorInfo(code="job_timeout", message=f"the job ran longer than its timeout of {timeout} s")
+        return None
+
+    def news(self, now: float) -> list[ContextCommit]:
+        """What the server hasn't acknowledged."""
+        return [context.news(self.fields(context, now)) for context in self.contexts if context.dirty]
+
+    def fields(self, context: OwnedContext, now: float) -> Fields:
+        """What a context's hash says beside the request and the token count."""
         return {
-            "state": self.state,
+            "state": context.state,
             "owners": ",".join(self.owners),
             "numerics": ",".join(self.numerics),
             "resumes": self.resumes,
             "updated_at": now,
         }
 
-    def pin_fields(self, place: Place, now: float) -> Fields:
-        """The whole hash of a context that begins here."""
-        request = self.request
-        identity: Fields = {
-            "job_id": self.job_id,
-            "model_id": place.model,
-            "queue": place.queue,
-            "client_id": request.job.client_id or "",
-            "input_token_count": len(request.input_token_ids),
-            "token_count": 0,
-            "max_tokens": request.sampling.max_tokens or 0,
-            "created_at": now,
-        }
-        return {**identity, **request.to_fields(), **self.fields(now)}
-
-    def uncommitted(self) -> bytes:
-        """Tokens that the server hasn't acknowledged, packed."""
-        return pack_ids(self.tokens[self.num_committed :])
-
-    def succeed(self, update: Update, place: Place, now: float) -> Ending:
-        """Its end, with output."""
-        assert update.finish_reason is not None
-        prompt, completion = len(self.request.input_token_ids), len(self.tokens)
-        choice = Choice(
-            index=0,
-            text=update.text or "",
-            token_ids=self.tokens,
-            finish_reason=update.finish_reason,  # type: ignore[arg-type]
-        )
-        usage = Usage(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            cached_tokens=update.cached_tokens,
-            total_tokens=prompt + completion,
-        )
-        result = self._result(place, now).model_copy(update={"choices": [choice], "usage": usage})
-        return _ending(self.claim, place, self._client_id, result, self.claimed_at, now, self.fields(now))
-
-    def fail(self, error: ErrorInfo, place: Place, now: float) -> Ending:
-        """Its end, with an error."""
-        self.state = "ERROR"
-        result = self._result(place, now).model_copy(update={"error": error})
-        return _ending(self.claim, place, self._client_id, result, self.claimed_at, now, self.fields(now))
-
-    def _result(self, place: Place, now: float) -> Result:
-        job, sampling = self.request.job, self.request.sampling
-        return _blank(self.claim, job, place, sampling).model_copy(
-            update={
-                "numerics": self.numerics,
-                "exact": len(self.numerics) == 1,
-                "owners": self.owners,
-                "resumes": self.resumes,
-                "timings": Timings(
-                    enqueued=_moment(self.claim.job.get("enqueued_at")),
-                    claimed=self.claimed_at,
-                    first_token=self.first_token_at,
-                    finished=now,
-                ),
+    def pin_fields(self, place: Place, now: float) -> list[tuple[str, Fields]]:
+        """The whole hashes of contexts that begin here. The request stands in the first one, for all."""
+        pinned = []
+        for index, context in enumerate(self.contexts):
+            identity: Fields = {
+                "job_id": self.job_id,
+                "index": index,
+                "model_id": place.model,
+                "queue": self.claim.queue,
+                "client_id": self.request.job.client_id or "",
+                "priority": self.request.job.priority,
+                "input_token_count": len(self.request.input_token_ids),
+                "token_count": 0,
+                "max_tokens": context.sampling.max_tokens or 0,
+                "created_at": now,
             }
-        )
+            request = self.request.to_fields() if index == 0 else {}
+            pinned.append((context.context_id, {**identity, **request, **self.fields(context, now)}))
+        return pinned
 
 
-def refuse(claim: Claim, refused: RefusedJob, place: Place, now: float) -> Ending:
-    """The end of a job that never became a context."""
-    blank = _blank(claim, refused.job, place, None)
-    result = blank.model_copy(update={"error": refused.error, "owners": [place.worker]})
-    context: Fields = {"state": "ERROR", "job_id": claim.ownership.job_id, "updated_at": now}
-    return _ending(claim, place, refused.client_id, result, now, now, context)
-
-
-def _blank(claim: Claim, job: PromptJob | None, place: Place, sampling: SamplingParams | None) -> Result:
-    return Result(
-        id=claim.ownership.job_id,
-        custom_id=job.custom_id if job else None,
-        model=place.model,
-        seed=sampling.seed if sampling else None,
-        effective=sampling,
-        metadata=job.metadata if job else None,
-    )
-
-
-def _ending(
-    claim: Claim, place: Place, client_id: str | None, result: Result, started: float, ended: float, context: Fields
-) -> Ending:
-    status = "finished" if result.error is None else "failed"
-    entry: Fields = {
-        "type": _SUCCESSFUL if status == "finished" else _FAILED,
-        "worker_name": place.worker,
-        "return_value": base64.b64encode(serializer.dumps(result.model_dump(mode="json"))),
-        "execution_id": claim.ownership.execution_id,
-        "execution_started_at": started,
-        "execution_ended_at": ended,
-    }
-    if result.error is not None:
-        reason = f"{result.error.code}: {result.error.message}"
-        entry["exc_string"] = base64.b64encode(zlib.compress(reason.encode()))
-    return Ending(
-        claim.ownership,
-        place.queue,
-        place.worker,
-        status,
-        entry,
-        ended,
-        ended - started,
-        RESULT_TTL if status == "finished" else FAILURE_TTL,
-        client_id,
-        context,
-    )
+def _for_child(sampling: SamplingParams, index: int) -> SamplingParams:
+    assert sampling.seed is not None
+    return sampling.model_copy(update={"seed": child_seed(sampling.seed, index)})
 
 
 def _split(packed: bytes) -> list[str]:
     return packed.decode().split(",") if packed else []
-
-
-def _moment(text: bytes | None) -> float | None:
-    """Unix seconds of rq's notation."""
-    if not text:
-        return None
-    return datetime.strptime(text.decode(), "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC).timestamp()

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import redis
@@ -18,7 +19,7 @@ from rq.utils import as_text
 from rq.version import VERSION as RQ_VERSION
 
 from batonq.producer import keys
-from batonq.worker.scripts import Ownership, iso
+from batonq.worker.scripts import Loss, Ownership, iso
 
 #: Seconds without a heartbeat after which rq counts a worker as gone. rq's default.
 WORKER_TTL = 420
@@ -51,11 +52,12 @@ def _is_dead(identity: str) -> bool:
 class Registration:
     """One worker's records in Redis."""
 
-    def __init__(self, connection: redis.Redis, name: str, queue: str) -> None:
+    def __init__(self, connection: redis.Redis, name: str, queues: Sequence[str]) -> None:
         self._connection = connection
         self.name = name
-        self.queue = queue
+        self._queues = queues
         self._key = keys.worker(name)
+        self._state = "idle"
 
     def birth(self) -> None:
         """Enter the worker into rq's books."""
@@ -67,26 +69,33 @@ class Registration:
                 mapping={
                     "birth": now,
                     "last_heartbeat": now,
-                    "queues": self.queue,
+                    "queues": ",".join(self._queues),
                     "pid": os.getpid(),
                     "hostname": socket.gethostname(),
                     "ip_address": "unknown",
                     "version": RQ_VERSION,
                     "python_version": sys.version,
-                    "state": "idle",
+                    "state": self._state,
                     _PROCESS_FIELD: process_identity(os.getpid()) or "",
                 },
             )
             pipeline.expire(self._key, WORKER_TTL + 60)
             pipeline.sadd(keys.WORKERS, self._key)
-            pipeline.sadd(keys.workers_of_queue(self.queue), self._key)
+            for queue in self._queues:
+                pipeline.sadd(keys.workers_of_queue(queue), self._key)
             pipeline.execute()
 
-    def heartbeat(self, owned: list[Ownership], state: str) -> None:
+    def show(self, state: str) -> None:
+        """Have rq's tools show the worker as "idle", "busy" or "suspended"."""
+        if state != self._state:
+            self._connection.hset(self._key, "state", state)
+            self._state = state
+
+    def heartbeat(self, owned: list[Ownership]) -> None:
         """Renew the records of the worker and of what it runs."""
         now = time.time()
         with self._connection.pipeline(transaction=False) as pipeline:
-            pipeline.hset(self._key, mapping={"last_heartbeat": iso(now), "state": state})
+            pipeline.hset(self._key, mapping={"last_heartbeat": iso(now), "state": self._state})
             pipeline.expire(self._key, WORKER_TTL + 60)
             for owner in owned:
                 execution = keys.execution(owner.job_id, owner.execution_id)
@@ -100,32 +109,44 @@ class Registration:
         self._strike(self._key, self.name)
 
     def _strike(self, key: str, name: str) -> None:
+        served = as_text(self._connection.hget(key, "queues") or "").split(",")
         with self._connection.pipeline() as pipeline:
             pipeline.srem(keys.WORKERS, key)
-            pipeline.srem(keys.workers_of_queue(self.queue), key)
+            for queue in dict.fromkeys([*self._queues, *served]):
+                pipeline.srem(keys.workers_of_queue(queue), key)
             pipeline.hset(key, "death", iso(time.time()))
             pipeline.expire(key, 60)
             pipeline.delete(keys.worker_executions(name))
             pipeline.execute()
 
+    def suspended(self) -> bool:
+        """Whether somebody ran `rq suspend`."""
+        return bool(self._connection.exists(keys.SUSPENDED))
+
     def dead_on_this_machine(self) -> list[str]:
-        """Names of this queue's workers that are registered and whose process is known to be gone."""
+        """Names of workers of these queues that are registered and whose process is known to be gone."""
         prefix = keys.worker("")
-        members = self._connection.smembers(keys.workers_of_queue(self.queue))
+        members = self._connection.sunion([keys.workers_of_queue(queue) for queue in self._queues])
         names = sorted(as_text(member).removeprefix(prefix) for member in members)
         identities = [(name, self._connection.hget(keys.worker(name), _PROCESS_FIELD)) for name in names]
         return [name for name, identity in identities if identity and _is_dead(as_text(identity))]
 
-    def executions_of(self, name: str) -> list[Ownership]:
-        """What a worker owns by the server's books, oldest claim first."""
-        members = self._connection.smembers(keys.worker_executions(name))
+    def executions_of(self, name: str) -> list[Loss]:
+        """What a worker owns by the server's books, oldest claim first; jobs that are gone come first of all."""
         found = []
-        for member in members:
+        for member in self._connection.smembers(keys.worker_executions(name)):
             job_id, _, execution_id = as_text(member).rpartition(":")
-            epoch, started = self._connection.hmget(keys.job(job_id), "batonq_epoch", "started_at")
-            if epoch is not None:
-                found.append((started or b"", Ownership(job_id, execution_id, int(epoch))))
-        return [owner for _, owner in sorted(found, key=lambda pair: (pair[0], pair[1].job_id))]
+            fields = ("batonq_epoch", "started_at", "origin", "batonq_n")
+            epoch, started, origin, n = self._connection.hmget(keys.job(job_id), *fields)
+            owner = Ownership(job_id, execution_id, int(epoch or 0))
+            loss = Loss(owner, as_text(origin or self._queues[0]), keys.context_ids(job_id, int(n or 1)), None)
+            found.append((started or b"", job_id, loss))
+        return [loss for _, _, loss in sorted(found, key=lambda entry: entry[:2])]
+
+    def is_alive(self, name: str) -> bool:
+        """Whether a worker is registered and not known to be dead."""
+        identity, death = self._connection.hmget(keys.worker(name), _PROCESS_FIELD, "death")
+        return identity is not None and death is None and not (identity and _is_dead(as_text(identity)))
 
     def bury(self, name: str) -> None:
         """Strike a dead worker out."""

@@ -80,13 +80,16 @@ class RequestReader:
         """The effective request, and whether an earlier owner had pinned it. Raises RefusedJob."""
         data = _job_data(claim)
         job = _parse(data)
+        if int(claim.job.get("repeats_left") or 0) > 0:
+            message = "rq's Repeat is not supported: a prompt's result would be overwritten by the next"
+            raise RefusedJob(ErrorInfo(code="unsupported_parameter", message=message, param="repeat"), job)
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         try:
             if job.model is not None and job.model != self.served_model_name:
                 raise EngineError(
                     "model_not_found", f"{job.model} is not served here, {self.served_model_name} is", "model"
                 )
-            if claim.context.get("digest", b"").decode() == digest:
+            if claim.contexts[0].fields.get("digest", b"").decode() == digest:
                 return self._pinned(claim, job, digest), True
             ids, sampling = effective_request(self.limits, self.frontend, self._encode(job), job.sampling)
             return EffectiveRequest(job, digest, ids, sampling), False
@@ -99,7 +102,7 @@ class RequestReader:
         return self.frontend.encode(job.prompt) if job.prompt is not None else job.token_ids or ()
 
     def _pinned(self, claim: Claim, job: PromptJob, digest: str) -> EffectiveRequest:
-        request = msgpack.unpackb(claim.context["request"])
+        request = msgpack.unpackb(claim.contexts[0].fields["request"])
         ids, sampling = tuple(unpack_ids(request["input"])), SamplingParams(**request["sampling"])
         if self.limits.effective(ids, sampling) != sampling:
             raise EngineError(

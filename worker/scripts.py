@@ -1,7 +1,7 @@
 """The Lua scripts behind every transition of a job that matters, as typed calls.
 
 Each is atomic, fenced by (epoch, execution id), validated before its first write, and changes nothing when it is
-repeated after a lost reply. The sources are in `worker/lua/`; `prelude.lua` is put before each.
+repeated after a lost reply. The sources are in `worker/lua/`; what they share with the producer's is put before each.
 """
 
 from __future__ import annotations
@@ -32,14 +32,93 @@ class Ownership:
 
 
 @dataclass(frozen=True, slots=True)
+class Mirror:
+    """What earlier owners left of one context."""
+
+    fields: dict[str, bytes]
+    #: Committed output token ids, packed as little-endian uint32.
+    tokens: bytes = b""
+    #: Their log probabilities (`engine.logprobs.pack`), if asked for.
+    logprobs: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
-    """A job that was just claimed, with what earlier owners left of its context."""
+    """A job that was just claimed from a queue. Its first context's hash pins the request of all."""
 
     ownership: Ownership
+    queue: str
     job: dict[str, bytes]
-    context: dict[str, bytes]
-    #: Committed output token ids, packed as little-endian uint32.
+    contexts: list[Mirror]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEntry:
+    """One entry of a context's stream: text up to `end` tokens, or, with `last`, the mark that nothing follows."""
+
+    end: int
+    fields: Fields
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ContextCommit:
+    """What is new about one context: tokens after `start` earlier ones, with their log probabilities, and the rest."""
+
+    context_id: str
+    start: int
     tokens: bytes
+    logprobs: bytes
+    fields: Fields
+    entries: Sequence[StreamEntry] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ContextEnd:
+    """How a context of a job that has output ends."""
+
+    context_id: str
+    fields: Fields
+    entries: Sequence[StreamEntry] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a job ends. `status` is "finished", "failed" or "stopped"; `result` are the fields of rq's result entry."""
+
+    ownership: Ownership
+    queue: str
+    worker: str
+    status: str
+    result: Fields
+    ended: float
+    seconds: float
+    default_ttl: int
+    client_id: str | None = None
+    contexts: Sequence[ContextEnd] = ()
+    #: Code and message for the readers of its streams, where it has no output.
+    error: tuple[str, str] | None = None
+    #: Whether another try may go better, if rq's `Retry` leaves one.
+    transient: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What became of an ending: published at all, or put off to the next try; and whether something has to follow."""
+
+    done: bool
+    retried: bool
+    follow_up: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """An ownership that was lost, and what it may have left behind."""
+
+    ownership: Ownership
+    queue: str
+    context_ids: Sequence[str]
+    client_id: str | None
 
 
 class Committed(IntEnum):
@@ -65,9 +144,27 @@ def _hash(flat: Sequence[bytes]) -> dict[str, bytes]:
     return {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
 
 
-def _source(name: str) -> str:
-    folder = resources.files("batonq.worker") / "lua"
-    return (folder / "prelude.lua").read_text() + (folder / f"{name}.lua").read_text()
+#: The script files beside `producer/lua/job.lua` that make up each script.
+_FILES = {
+    "claim": ("claim",),
+    "pin": ("pin",),
+    "commit": ("outputs", "commit"),
+    "finish": ("outputs", "finish"),
+    "release": ("release",),
+    "settle": ("settle",),
+    "sweep": ("sweep",),
+}
+#: Jobs that one sweep moves at most.
+_SWEEP_BATCH = 1000
+
+
+def _source(files: Sequence[str]) -> str:
+    shared = (resources.files("batonq.producer") / "lua" / "job.lua").read_text()
+    return shared + "".join((resources.files("batonq.worker") / "lua" / f"{file}.lua").read_text() for file in files)
+
+
+def _entries(entries: Sequence[StreamEntry]) -> list[Any]:
+    return [[entry.end, int(entry.last), _flat(entry.fields)] for entry in entries]
 
 
 class Scripts:
@@ -75,63 +172,81 @@ class Scripts:
 
     def __init__(self, connection: redis.Redis) -> None:
         self._connection = connection
-        self._scripts = {
-            name: connection.register_script(_source(name)) for name in ("claim", "pin", "commit", "finish", "release")
-        }
+        self._scripts = {name: connection.register_script(_source(files)) for name, files in _FILES.items()}
 
     def _call(self, name: str, *arguments: Any, client: Any = None) -> Any:
         # Old-style strings: Lua's msgpack knows no other.
         packed = msgpack.packb([keys.PREFIX, *arguments], use_bin_type=False)
         return self._scripts[name](args=[packed], client=client)
 
-    def claim(self, queue: str, worker: str, executions: Sequence[str], now: float, ttl: int) -> list[Claim]:
-        """Take up to one job for each execution id. `ttl`: seconds that rq's records of an execution last."""
-        rows = self._call("claim", queue, worker, list(executions), iso(now), str(now), ttl)
+    def claim(
+        self, queues: Sequence[str], worker: str, executions: Sequence[str], now: float, ttl: int
+    ) -> list[Claim] | None:
+        """Take up to one job for each execution id, from the first queues first; None while rq is suspended.
+
+        `ttl`: seconds that rq's records of an execution last.
+        """
+        rows = self._call("claim", list(queues), worker, list(executions), iso(now), str(now), ttl)
+        if rows is None:
+            return None
         return [
-            Claim(Ownership(job_id.decode(), execution.decode(), int(epoch)), _hash(job), _hash(context), tokens)
-            for job_id, execution, epoch, job, context, tokens in rows
+            Claim(
+                Ownership(job_id.decode(), execution.decode(), int(epoch)),
+                queue.decode(),
+                _hash(job),
+                [Mirror(_hash(fields), tokens, logprobs) for fields, tokens, logprobs in contexts],
+            )
+            for job_id, execution, epoch, queue, job, contexts in rows
         ]
 
-    def pin(self, batch: Sequence[tuple[Ownership, Fields]]) -> list[bool]:
-        """Write the effective requests of new contexts. False where the job was lost."""
-        entries = [[o.job_id, o.execution_id, o.epoch, _flat(fields)] for o, fields in batch]
+    def pin(self, batch: Sequence[tuple[Ownership, bool, Sequence[tuple[str, Fields]]]]) -> list[bool]:
+        """Write the effective requests of new jobs: whether they stream, and their contexts. False where lost."""
+        entries = [
+            [o.job_id, o.execution_id, o.epoch, streaming, [[name, _flat(fields)] for name, fields in contexts]]
+            for o, streaming, contexts in batch
+        ]
         return [bool(done) for done in self._call("pin", entries)]
 
-    def commit(self, batch: Sequence[tuple[Ownership, int, bytes, Fields]]) -> list[Committed]:
-        """Append tokens (packed, after `from` earlier ones) and write fields of many contexts at once."""
-        entries = [[o.job_id, o.execution_id, o.epoch, start, tokens, _flat(f)] for o, start, tokens, f in batch]
+    def commit(self, batch: Sequence[tuple[Ownership, Sequence[ContextCommit]]]) -> list[Committed]:
+        """Write what is new of many jobs at once. A job without news is only checked for being ours."""
+        entries = [
+            [
+                *(o.job_id, o.execution_id, o.epoch),
+                [[c.context_id, c.start, c.tokens, c.logprobs, _flat(c.fields), _entries(c.entries)] for c in contexts],
+            ]
+            for o, contexts in batch
+        ]
         return [Committed(done) for done in self._call("commit", entries)]
 
-    def finish(self, endings: Sequence[Ending]) -> list[tuple[bool, int]]:
-        """End jobs in one round trip. For each: whether it was still ours, and how many jobs depend on it."""
+    def finish(self, endings: Sequence[Ending]) -> list[Finished]:
+        """End jobs, in one round trip."""
         with self._connection.pipeline(transaction=False) as pipeline:
             for e in endings:
                 owner = e.ownership
                 self._call(
                     "finish",
                     *(owner.job_id, owner.execution_id, owner.epoch, e.queue, e.worker, e.status, _flat(e.result)),
-                    *(iso(e.ended), e.seconds, e.default_ttl, e.client_id or False, _flat(e.context)),
+                    *(iso(e.ended), str(e.seconds), e.default_ttl, e.client_id or False),
+                    [[c.context_id, _flat(c.fields), _entries(c.entries)] for c in e.contexts],
+                    e.error or False,
+                    e.transient,
                     client=pipeline,
                 )
-            return [(bool(done), int(dependents)) for done, dependents in pipeline.execute()]
+            return [Finished(*map(bool, flags)) for flags in pipeline.execute()]
 
     def release(self, worker: str, batch: Sequence[Ownership], *, crashed: bool) -> list[bool]:
         """Give jobs back to the front of their queues, in this order."""
         entries = [[o.job_id, o.execution_id, o.epoch] for o in batch]
         return [bool(done) for done in self._call("release", worker, crashed, entries)]
 
+    def settle(self, worker: str, default_ttl: int, losses: Sequence[Loss]) -> None:
+        """Clear away what lost ownerships left behind."""
+        entries = [
+            [o.ownership.job_id, o.ownership.execution_id, o.queue, list(o.context_ids), o.client_id or False]
+            for o in losses
+        ]
+        self._call("settle", worker, default_ttl, entries)
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a job ends. `status` is "finished" or "failed"; `result` are the fields of rq's result entry."""
-
-    ownership: Ownership
-    queue: str
-    worker: str
-    status: str
-    result: Fields
-    ended: float
-    seconds: float
-    default_ttl: int
-    client_id: str | None
-    context: Fields
+    def sweep(self, queue: str, now: float, default_ttl: int) -> None:
+        """Queue the scheduled jobs whose time has come, and see to the canceled ones."""
+        self._call("sweep", queue, iso(now), default_ttl, _SWEEP_BATCH)

@@ -37,10 +37,14 @@ class StopRequests:
         self.clear()
         select.select([self], [], [], seconds)
 
-    def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
+    def request(self) -> None:
+        """Ask to stop, as a signal does."""
         self.count += 1
         with contextlib.suppress(BlockingIOError):  # then it is readable already
             self._writer.send(b"!")
+
+    def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
+        self.request()
 
     def __enter__(self) -> StopRequests:
         for request in (signal.SIGINT, signal.SIGTERM):

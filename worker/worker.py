@@ -10,40 +10,46 @@ from __future__ import annotations
 import logging
 import selectors
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import redis
 from redis.exceptions import OutOfMemoryError, ReadOnlyError
 
 from batonq.engine.limits import Limits
-from batonq.producer.schema import ErrorInfo
+from batonq.producer.schema import FAILURE_TTL, ErrorInfo
+from batonq.worker.commands import Command, CommandListener
 from batonq.worker.doorbell import Doorbell
+from batonq.worker.endings import fail, refuse, succeed
 from batonq.worker.engine_process import EngineProcess, start_engine
 from batonq.worker.feeder import Feeder
+from batonq.worker.followups import FollowUps
+from batonq.worker.intake import Intake
 from batonq.worker.ledger import Ledger
 from batonq.worker.messages import Ready, Stop, Update
-from batonq.worker.owned import OwnedJob, Place, refuse
-from batonq.worker.registration import WORKER_TTL, Registration
+from batonq.worker.owned import OwnedContext, OwnedJob, Place
+from batonq.worker.registration import Registration
 from batonq.worker.requests import Frontend, RefusedJob, RequestReader
 from batonq.worker.scripts import Claim, Scripts
 from batonq.worker.signals import StopRequests
 
+if TYPE_CHECKING:
+    from _typeshed import HasFileno
+
 #: Seconds between commits of tokens and states.
 COMMIT_INTERVAL = 0.05
 HEARTBEAT_INTERVAL = 15.0
-#: Longest sleep of the loop, in seconds; also how often an idle worker looks whether rq was resumed.
-IDLE_INTERVAL = 1.0
+#: Seconds between looks whether rq was suspended or resumed.
+LOOK_INTERVAL = 1.0
+#: Seconds that the first subscription to commands may take.
+SUBSCRIBE_SECONDS = 10.0
 #: Seconds after which a lost server is asked again.
 RECONNECT_INTERVAL = 1.0
 #: Seconds that a stopping engine has for its last step.
 STOP_SECONDS = 30.0
 #: A job that was in the engine at this many of its deaths, without progress in between, is failed.
 MAX_CRASHES = 3
-#: Jobs asked for in one claim.
-CLAIM_BATCH = 64
 
 #: The server is away, or can't be written to for now: what was to be said is kept and said later.
 OUTAGE = (redis.ConnectionError, redis.TimeoutError, OutOfMemoryError, ReadOnlyError)
@@ -56,13 +62,17 @@ class WorkerOptions:
     """What a worker is started with. `engine` is a module with `load_engine`, which the engine's process calls."""
 
     redis_url: str
-    queue: str
+    served_model_name: str
+    #: In strict order: a job of a later one is taken when the earlier ones are empty.
+    queues: tuple[str, ...]
     name: str
     engine: str
     engine_options: dict[str, Any]
     load_frontend: Callable[[str], Frontend]
     #: End when the queue is empty and all claimed jobs are done.
     burst: bool = False
+    #: Run the functions that jobs name as their callbacks.
+    allow_callbacks: bool = False
 
 
 def run_worker(options: WorkerOptions) -> None:
@@ -98,54 +108,100 @@ class Worker:
         self._options = options
         self._stops = stops
         self._scripts = Scripts(connection)
-        self._registration = Registration(connection, options.name, options.queue)
-        self._doorbell = Doorbell(options.redis_url, options.queue)
+        self._registration = Registration(connection, options.name, options.queues)
+        self._intake = Intake(self._scripts, options.redis_url, options.name, options.queues)
+        self._commands = CommandListener(options.redis_url, options.name)
+        self._follow_ups = FollowUps(connection, options.name, options.queues, allow_callbacks=options.allow_callbacks)
         self._feeder = Feeder(engine)
-        self._place = Place(options.name, options.queue, options.queue, ready.numerics_id)
-        self._ledger = Ledger(self._scripts, self._place)
+        self._place = Place(options.name, options.served_model_name, ready.numerics_id)
+        self._ledger = Ledger(self._scripts, self._place, self._drop)
         limits = Limits(ready.max_model_len, ready.kv_cache_tokens, ready.vocab_size)
-        self._reader = RequestReader(options.queue, options.load_frontend(ready.model_directory), limits)
-        #: Jobs owned at once: those that the engine runs, and a few that are ready when one of them ends.
+        frontend = options.load_frontend(ready.model_directory)
+        self._reader = RequestReader(options.served_model_name, frontend, limits)
+        #: Contexts owned at once: those that the engine runs, and a few that are ready when one of them ends.
         self._capacity = ready.max_num_seqs + max(2, ready.max_num_seqs // 4)
-        self._queue_may_have_jobs = True
-        self._next_commit = self._next_heartbeat = self._next_contact = 0.0
+        #: Whether somebody asked for the death of the engine, so that it is nobody's fault.
+        self._killed_on_request = False
+        self._num_followed = 0
+        self._next_commit = self._next_heartbeat = self._next_look = self._next_contact = 0.0
         self._selector = selectors.DefaultSelector()
-        for source in (self._doorbell, stops, engine):
+        sources: list[HasFileno] = [*self._intake.doorbells, self._commands, stops, engine]
+        for source in sources:
             self._selector.register(source, selectors.EVENT_READ)
 
     def close(self) -> None:
-        """End the engine's process and the doorbell, whatever state they are in."""
+        """End the engine's process and the threads, whatever state they are in."""
         self._feeder.engine.end(0)
-        self._doorbell.stop()
+        self._intake.stop()
+        self._commands.stop()
         self._selector.close()
 
     def run(self) -> None:
-        """Serve the queue until told to stop or, in burst mode, done; then give back what is not finished."""
+        """Serve the queues until told to stop or, in burst mode, done; then give back what is not finished."""
+        self._commands.await_subscribed(SUBSCRIBE_SECONDS)
         self._registration.birth()
-        logger.info("worker %s serves queue %s", self._options.name, self._options.queue)
+        logger.info("worker %s serves %s", self._options.name, ", ".join(self._options.queues))
         while not self._stops.count and not self._done():
             self._sleep()
             self._hear_engine()
+            self._obey()
             self._contact_server()
             if self._feeder.engine.gone:
                 self._replace_engine()
         self._wind_up()
 
     def _done(self) -> bool:
-        idle = not self._ledger.jobs and self._ledger.settled
-        return self._options.burst and idle and not self._queue_may_have_jobs
+        """In burst mode: whether all is done, and nothing that follows it has queued more."""
+        if not self._options.burst or self._ledger.jobs or not self._ledger.settled:
+            return False
+        idle = self._follow_ups.idle
+        if self._follow_ups.num_served > self._num_followed:
+            self._num_followed = self._follow_ups.num_served
+            self._intake.ring()
+        return idle and (self._intake.suspended or not self._intake.promising)
 
     def _sleep(self) -> None:
         now = time.monotonic()
-        due = min(self._next_heartbeat, now + IDLE_INTERVAL)
-        if not self._ledger.settled:
+        due = min(self._next_heartbeat, self._next_look)
+        if self._ledger.jobs or not self._ledger.settled:
             due = min(due, self._next_commit)
-        if self._queue_may_have_jobs and self._room > 0:
+        if self._intake.promising and not self._intake.suspended and self._room > 0:
             due = now
         for key, _ in self._selector.select(max(0.0, max(due, self._next_contact) - now)):
-            if key.fileobj is self._doorbell:
-                self._doorbell.clear()
-                self._queue_may_have_jobs = True
+            if isinstance(key.fileobj, Doorbell):
+                key.fileobj.clear()
+                self._intake.ring()
+
+    def _obey(self) -> None:
+        """Carry out the commands that have come."""
+        for command in self._commands.take():
+            logger.info("command %s %s", command.name, command.job_id)
+            match command.name:
+                case "stop-job" | "stop-execution":
+                    self._stop_job(command)
+                case "shutdown":
+                    self._stops.request()
+                case "kill-horse":
+                    self._killed_on_request = True
+                    self._feeder.engine.kill()
+                case _:
+                    logger.warning("command %s is not known here", command.name)
+
+    def _stop_job(self, command: Command) -> None:
+        job = self._ledger.jobs.get(command.job_id)
+        if job is None or command.execution_id not in ("", job.ownership.execution_id):
+            logger.warning("%s: does not run here, and can't be stopped", command.job_id)
+            return
+        self._fail(job, ErrorInfo(code="job_stopped", message="somebody stopped the job"), status="stopped")
+        self._next_commit = 0.0
+
+    def _drop(self, job: OwnedJob) -> None:
+        self._feeder.drop(job)  # whichever feeder it is by now
+
+    def _fail(self, job: OwnedJob, error: ErrorInfo, *, status: str = "failed") -> None:
+        """End a job without output, wherever it is."""
+        self._ledger.end(fail(job, error, self._place, time.time(), status=status))
+        self._feeder.drop(job)
 
     # ── the server ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -159,50 +215,79 @@ class Worker:
                 self._after_outage()
             if now >= self._next_commit:
                 self._next_commit = now + COMMIT_INTERVAL
+                self._end_overdue()
                 self._flush()
+            if now >= self._next_look:
+                self._next_look = now + LOOK_INTERVAL
+                self._intake.suspended = self._registration.suspended()
             if now >= self._next_heartbeat:
                 self._next_heartbeat = now + HEARTBEAT_INTERVAL
-                self._registration.heartbeat(self._ledger.owned, "busy" if self._ledger.jobs else "idle")
+                self._registration.heartbeat(self._ledger.owned)
                 self._recover()
             self._claim()
+            self._registration.show(self._state)
         except OUTAGE as error:
             logger.warning("the server can't be used, trying again in %g s: %s", RECONNECT_INTERVAL, error)
             self._next_contact = now + RECONNECT_INTERVAL
 
+    @property
+    def _state(self) -> str:
+        """As rq's tools call it."""
+        if self._intake.suspended:
+            return "suspended"
+        return "busy" if self._ledger.jobs else "idle"
+
+    def _end_overdue(self) -> None:
+        """End the jobs whose time is over."""
+        now = time.time()
+        for job in list(self._ledger.jobs.values()):
+            if (error := job.overdue(now)) is not None:
+                self._fail(job, error)
+
     def _flush(self) -> None:
-        for lost in self._ledger.flush():
-            self._feeder.drop(lost)
+        if self._ledger.flush():
+            self._intake.ring()
+        ended, self._ledger.follow_ups = self._ledger.follow_ups, []
+        for queue, job_id in ended:
+            self._follow_ups.put(queue, job_id)
 
     def _after_outage(self) -> None:
         """Give back what a claim took whose reply was lost."""
         owned = set(self._ledger.owned)
-        strays = [owner for owner in self._registration.executions_of(self._options.name) if owner not in owned]
+        executions = self._registration.executions_of(self._options.name)
+        strays = [stray.ownership for stray in executions if stray.ownership not in owned]
         self._scripts.release(self._options.name, strays, crashed=False)
         self._next_contact = 0.0
 
     def _recover(self) -> None:
         """Give back what dead workers of this machine still own."""
         for name in self._registration.dead_on_this_machine():
-            released = self._scripts.release(name, self._registration.executions_of(name), crashed=False)
+            left = self._registration.executions_of(name)
+            released = self._scripts.release(name, [loss.ownership for loss in left], crashed=False)
+            self._scripts.settle(name, FAILURE_TTL, left)
             self._registration.bury(name)
-            self._queue_may_have_jobs = True
+            self._intake.ring()
             logger.warning("worker %s is dead; %d of its jobs are queued again", name, sum(released))
 
     @property
     def _room(self) -> int:
-        return self._capacity - len(self._ledger.jobs)
+        return self._capacity - self._ledger.num_contexts
 
     def _claim(self) -> None:
-        if self._queue_may_have_jobs and self._room > 0:
-            wanted = min(self._room, CLAIM_BATCH)
-            executions = [uuid.uuid4().hex for _ in range(wanted)]
-            claims = self._scripts.claim(self._options.queue, self._options.name, executions, time.time(), WORKER_TTL)
-            self._queue_may_have_jobs = len(claims) == wanted
-            for claim in claims:
+        claims = self._intake.claim(self._room)
+        if not claims:
+            return
+        surplus = []
+        for claim in claims:
+            # How many contexts a job has shows only now. One that is larger than all the room runs nevertheless.
+            if self._room > 0:
                 self._take_in(claim)
-            self._flush()
-        if not self._queue_may_have_jobs and self._room > 0:
-            self._doorbell.arm()
+            else:
+                surplus.append(claim.ownership)
+        if surplus:
+            self._intake.ring()
+            self._scripts.release(self._options.name, surplus, crashed=False)
+        self._flush()
 
     def _take_in(self, claim: Claim) -> None:
         """Read a claimed job and line it up, or end it here if it can't be run."""
@@ -214,26 +299,31 @@ class Worker:
             return
         job = OwnedJob.begin(claim, request, self._place, now, resumed=pinned)
         self._ledger.begin(job, pinned=pinned)
+        error = job.overdue(now)
         if job.crashes >= MAX_CRASHES:
             message = f"the engine died {job.crashes} times while it ran this job"
-            self._ledger.end(job.fail(ErrorInfo(code="engine_crashed", message=message), self._place, now))
-        else:
+            error = ErrorInfo(code="engine_crashed", message=message)
+        if error is None:
             self._feeder.put(job)
+        else:
+            self._fail(job, error)
 
     # ── the engine ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _hear_engine(self) -> None:
-        for job, update in self._feeder.updates():
-            self._on_update(job, update)
+        for job, context, update in self._feeder.updates():
+            self._on_update(job, context, update)
 
-    def _on_update(self, job: OwnedJob, update: Update) -> None:
+    def _on_update(self, job: OwnedJob, context: OwnedContext, update: Update) -> None:
         now = time.time()
-        job.take(update, now)
+        job.take(context, update, now)
         if update.error_code is not None:
-            error = ErrorInfo(code=update.error_code, message=update.error_message or "", param=update.error_param)
-            self._ledger.end(job.fail(error, self._place, now))
-        elif update.finish_reason is not None:
-            self._ledger.end(job.succeed(update, self._place, now))
+            self._fail(
+                job,
+                ErrorInfo(code=update.error_code, message=update.error_message or "", param=update.error_param),
+            )
+        elif job.ended:
+            self._ledger.end(succeed(job, self._place, now))
 
     def _replace_engine(self) -> None:
         """The engine's process died: give back what it held, and start another."""
@@ -243,9 +333,10 @@ class Worker:
         logger.error("the engine died with status %d; its %d contexts are queued again", status, len(dead.inside))
         self._insist(self._flush)
         # Those that only waited go in front: suspects run alone and would hold them up.
-        self._insist(lambda: self._ledger.release(dead.inside, crashed=True))
+        crashed, self._killed_on_request = not self._killed_on_request, False
+        self._insist(lambda: self._ledger.release(dead.inside, crashed=crashed))
         self._insist(lambda: self._ledger.release(dead.waiting, crashed=False))
-        self._queue_may_have_jobs = True
+        self._intake.ring()
         started = start_engine(self._options.engine, self._options.engine_options, self._stops)
         if started is not None:
             self._feeder = Feeder(started[0])
@@ -271,10 +362,13 @@ class Worker:
         while not engine.gone and self._stops.count < 2 and (left := deadline - time.monotonic()) > 0:
             self._stops.clear()
             self._selector.select(left)
-            self._doorbell.clear()
+            for doorbell in self._intake.doorbells:
+                doorbell.clear()
+            self._obey()
             self._hear_engine()
         self._insist(self._flush)
         rest = list(self._ledger.jobs.values())
         self._insist(lambda: self._ledger.release(rest, crashed=False))
+        self._follow_ups.stop(STOP_SECONDS)
         self._insist(self._registration.death)
         logger.info("worker %s stopped; %d unfinished jobs are queued again", self._options.name, len(rest))

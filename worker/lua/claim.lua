@@ -1,22 +1,49 @@
--- Take up to n queued jobs. Args: prefix, queue, worker, execution ids (n of them), now (ISO), now (Unix), ttl.
--- Returns, for each: {id, execution, epoch, job hash, context hash, committed tokens}.
--- An id whose job is gone, cancelled, done or running is dropped: a queue may hold an id twice.
-local _, queue, worker, executions, now_iso, now, ttl = unpack(args)
-local claimed = {}
-if redis.call('EXISTS', key('suspended')) == 1 then return claimed end
+-- Take up to n queued jobs, from the first of the queues that has any, in order.
+-- Args: prefix, queues, worker, execution ids (n of them), now (ISO), now (Unix), ttl.
+-- Returns false while rq is suspended; else for each {id, execution, epoch, queue, job hash, contexts}, where contexts
+-- are what earlier owners left: {context hash, committed tokens, their log probabilities}.
+-- An id whose job is gone, canceled, done or running is dropped: a queue may hold an id twice.
+local _, queues, worker, executions, now_iso, now, ttl = unpack(args)
+if redis.call('EXISTS', key('suspended')) == 1 then return false end
 
+local function pop()
+  for _, queue in ipairs(queues) do
+    local id
+    repeat
+      id = redis.call('LPOP', key('queue', queue))
+    until not id or redis.call('HGET', job_key(id), 'status') == 'queued'
+    if id then return id, queue end
+  end
+end
+
+-- What earlier owners left of a job's contexts. Of a job that has ended and was queued again, nothing counts any more.
+local function mirrors(id)
+  local found = {}
+  local anew = redis.call('HDEL', job_key(id), 'batonq_ended_by') == 1
+  for i, context in ipairs(contexts_of(id)) do
+    local names = {ctx_key(context), tok_key(context), lp_key(context), stream_key(context)}
+    if anew then redis.call('DEL', unpack(names)) end
+    for _, name in ipairs(names) do redis.call('PERSIST', name) end
+    found[i] = {redis.call('HGETALL', names[1]), redis.call('GET', names[2]) or '', redis.call('GET', names[3]) or ''}
+  end
+  return found
+end
+
+local claimed = {}
 for _, execution in ipairs(executions) do
-  local id
-  repeat
-    id = redis.call('LPOP', key('queue', queue))
-  until not id or redis.call('HGET', job_key(id), 'status') == 'queued'
+  local id, queue = pop()
   if not id then break end
 
-  local job, ctx = job_key(id), ctx_key(id)
+  local job = job_key(id)
   local epoch = redis.call('HINCRBY', job, 'batonq_epoch', 1)
   redis.call('HSET', job, 'status', 'started', 'started_at', now_iso, 'last_heartbeat', now_iso,
-             'worker_name', worker, 'batonq_execution', execution)
-  redis.call('PERSIST', job)
+             'worker_name', worker, 'origin', queue, 'batonq_execution', execution)
+  for _, name in ipairs({job, key('results', id), key('job', id, 'dependents'), key('job', '', id, 'dependencies')}) do
+    redis.call('PERSIST', name)
+  end
+  for _, registry in ipairs({'finished', 'failed', 'canceled', 'scheduled'}) do
+    redis.call('ZREM', key(registry, queue), id)
+  end
   -- rq's default description is the call with all its arguments: a prompt in plain sight of every dashboard.
   local description = redis.call('HGET', job, 'description')
   if description and string.sub(description, 1, 13) == 'batonq.worker' then
@@ -33,8 +60,6 @@ for _, execution in ipairs(executions) do
   redis.call('ZADD', key('wip', queue), '+inf', member)
   redis.call('SADD', key('worker', worker, 'executions'), member)
 
-  claimed[#claimed + 1] = {id, execution, epoch, redis.call('HGETALL', job), redis.call('HGETALL', ctx),
-                           redis.call('GET', tok_key(id)) or ''}
+  claimed[#claimed + 1] = {id, execution, epoch, queue, redis.call('HGETALL', job), mirrors(id)}
 end
-if #claimed > 0 then redis.call('HSET', key('worker', worker), 'state', 'busy') end
 return claimed

@@ -1,0 +1,94 @@
+-- What every script begins with, the producer's and the worker's: arguments, key names, the fence, and how a job leaves.
+-- One msgpack array comes in ARGV[1]; its first element is rq's key prefix.
+local args = cmsgpack.unpack(ARGV[1])
+local prefix = args[1]
+
+local function key(...) return prefix .. ':' .. table.concat({...}, ':') end
+local function job_key(id) return key('job', id) end
+local function ctx_key(context) return key('batonq', 'ctx', context) end
+local function tok_key(context) return key('batonq', 'tok', context) end
+local function lp_key(context) return key('batonq', 'lp', context) end
+local function stream_key(context) return key('batonq', 'stream', context) end
+
+-- Ids of a job's contexts, as far as the server knows of them.
+local function contexts_of(id)
+  local n = tonumber(redis.call('HGET', job_key(id), 'batonq_n') or 1)
+  if n == 1 then return {id} end
+  local ids = {}
+  for i = 1, n do ids[i] = id .. '.' .. (i - 1) end
+  return ids
+end
+
+-- A job is owned by whoever holds both its execution id and its epoch: the epoch orders owners, the random id still
+-- tells two of them apart if the hash was deleted and the epoch began again.
+local function owned(id, execution, epoch)
+  local held = redis.call('HMGET', job_key(id), 'status', 'batonq_execution', 'batonq_epoch')
+  return held[1] == 'started' and held[2] == execution and tonumber(held[3]) == epoch
+end
+
+-- Forget an execution in all places where rq lists it.
+local function drop_execution(id, execution, queue, worker)
+  local member = id .. ':' .. execution
+  redis.call('ZREM', key('wip', queue), member)
+  redis.call('ZREM', key('executions', id), execution)
+  redis.call('DEL', key('execution', id, execution))
+  redis.call('SREM', key('worker', worker, 'executions'), member)
+end
+
+local function committed_tokens(context) return redis.call('STRLEN', tok_key(context)) / 4 end
+
+-- Mark the end of a context's stream, once. The mark's id is {tokens}-1, after the last entry of text.
+local function end_stream(context, tokens, fields)
+  local id = string.format('%d-1', tokens)
+  if #redis.call('XRANGE', stream_key(context), id, id) == 0 then
+    redis.call('XADD', stream_key(context), id, unpack(fields))
+  end
+end
+
+-- End the streams of a job that has no output, where its committed tokens end.
+local function break_streams(id, code, message)
+  if redis.call('HGET', job_key(id), 'batonq_stream') ~= '1' then return end
+  for _, context in ipairs(contexts_of(id)) do
+    end_stream(context, committed_tokens(context), {'error', code, 'message', message})
+  end
+end
+
+-- Put an ended job into a registry, and give each key that it leaves behind its time to live, in seconds. As in rq,
+-- 0 is at once and a negative one for ever.
+local function retire(id, queue, registry, ttl)
+  local names = {job_key(id), key('results', id), key('executions', id), key('job', id, 'dependents'),
+                 key('job', '', id, 'dependencies')}
+  for _, context in ipairs(contexts_of(id)) do
+    redis.call('DEL', tok_key(context), lp_key(context))
+    names[#names + 1] = ctx_key(context)
+    names[#names + 1] = stream_key(context)
+  end
+  for _, name in ipairs(names) do
+    if ttl == 0 then redis.call('DEL', name)
+    elseif ttl > 0 then redis.call('EXPIRE', name, ttl)
+    else redis.call('PERSIST', name) end
+  end
+  if ttl ~= 0 then
+    local now = tonumber(redis.call('TIME')[1])
+    redis.call('ZADD', key(registry, queue), ttl < 0 and '+inf' or now + ttl, id)
+  end
+end
+
+-- Tell a client, if there is one, that a job of its has ended.
+local function tell(client, id, ttl)
+  if client then
+    redis.call('RPUSH', key('batonq', 'done', client), id)
+    redis.call('EXPIRE', key('batonq', 'done', client), ttl)
+  end
+end
+
+-- What a canceled job leaves, whoever canceled it. Its status says so already.
+local function settle_canceled(id, queue, client, default_ttl)
+  local ttl = tonumber(redis.call('HGET', job_key(id), 'failure_ttl')) or default_ttl
+  break_streams(id, 'job_canceled', 'the job was canceled')
+  for _, context in ipairs(contexts_of(id)) do
+    if redis.call('EXISTS', ctx_key(context)) == 1 then redis.call('HSET', ctx_key(context), 'state', 'FINISHED') end
+  end
+  retire(id, queue, 'canceled', ttl)
+  tell(client, id, ttl > 0 and ttl or default_ttl)
+end
