@@ -105,6 +105,7 @@ class Context:
     #: Tokens that penalties count; None without penalties.
     history: TokenHistory | None = None
     state: ContextState = ContextState.WAITING
+    #: Why it ended. Known early for one that was complete when added and lacks only log probabilities of the prompt.
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
     #: Tokens, from the first, whose keys and values lie in `block_table`.
@@ -166,6 +167,12 @@ class Context:
         if start >= split:
             return self.output_token_ids[start - split : stop - split]
         return (*self.input_token_ids[start:], *self.output_token_ids[: stop - split])
+
+    @property
+    def num_needed_tokens(self) -> int:
+        """Tokens to compute until something comes of it: all that are known, or what the prompt's log probabilities
+        need of one whose output is complete."""
+        return self.token_count if self.finish_reason is None else len(self.input_token_ids) - 1
 
     @property
     def num_missing_prompt_logprobs(self) -> int:

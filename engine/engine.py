@@ -22,7 +22,7 @@ from batonq.engine.errors import DuplicateContext, EngineError
 from batonq.engine.history import TokenHistory
 from batonq.engine.limits import Limits, effective_request
 from batonq.engine.logprobs import TokenLogprobs
-from batonq.engine.plan import ContextOutput, Plan, StepOutput
+from batonq.engine.plan import ContextOutput, Plan, Samples, StepOutput
 from batonq.engine.sampling_params import SamplingParams
 from batonq.engine.scheduler import Scheduler
 from batonq.engine.text import TextState, Vocabulary
@@ -36,14 +36,14 @@ class Runner(Protocol[LogitsOut_co]):
     """Computes a plan."""
 
     def forward(self, plan: Plan) -> LogitsOut_co:
-        """Logits of `plan.sampling_rows`, in order."""
+        """Logits of `plan.sampling_rows`, in order, then of every `prompt_logits` of `plan.prompt_logprobs_rows`."""
 
 
 class Sampler(Protocol[LogitsIn_contra]):
-    """Draws the next token of each sampling row."""
+    """Draws the next token of each sampling row, and says how likely tokens were."""
 
-    def sample(self, plan: Plan, logits: LogitsIn_contra) -> Sequence[int | EngineError]:
-        """One token id, or what is wrong with that row alone, for each of `plan.sampling_rows`."""
+    def sample(self, plan: Plan, logits: LogitsIn_contra) -> Samples:
+        """What the logits give, or what is wrong with a row alone."""
 
 
 class Encoder(Protocol):
@@ -75,7 +75,8 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The finished output of one context. `token_ids` includes the EOS or stop token that ended it; `text` doesn't."""
+    """The finished output of one context. `token_ids` includes the EOS or stop token that ended it; `text` doesn't,
+    unless the request asks for it."""
 
     context_id: str
     token_ids: list[int]
@@ -134,7 +135,8 @@ class Engine(Generic[Logits]):
 
         `output_logprobs` are those of the output tokens, if the parameters ask for them. Raises ContextLengthExceeded,
         InvalidTokenIds, DuplicateContext or an EngineError that names the parameter; nothing is changed then. A resumed
-        context whose tokens are complete ends at the next step without being computed.
+        context whose tokens are complete ends at the next step without being computed, unless log probabilities of its
+        prompt are asked for.
         """
         if context_id in self.contexts:
             raise DuplicateContext(context_id)
@@ -147,18 +149,23 @@ class Engine(Generic[Logits]):
         for token, logprobs in zip_longest(output_token_ids, output_logprobs):
             assert reason is None, f"{context_id}: tokens follow its end"
             reason = context.accept(token, self.spec.eos_token_ids, logprobs)
-        if reason is None:
+        context.finish_reason = reason
+        if reason is None or context.num_missing_prompt_logprobs:
             self.scheduler.add(context)
         else:
-            context.finish_reason = reason
             context.transition(ContextState.FINISHED, "complete when added", 0)
             self._ended_at_add.append(ContextOutput(context_id, (), reason))
         return context
 
     def _new_context(self, context_id: str, input_token_ids: tuple[int, ...], params: SamplingParams) -> Context:
-        context = Context(
-            context_id, input_token_ids, params, TextState(self.vocabulary, params.stop), model_id=self.spec.model_id
+        text = TextState(
+            self.vocabulary,
+            params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special=params.skip_special_tokens,
+            echo=input_token_ids if params.echo else (),
         )
+        context = Context(context_id, input_token_ids, params, text, model_id=self.spec.model_id)
         if params.repetition_penalty != 1.0:
             context.history = TokenHistory(input_token_ids)
         elif params.presence_penalty or params.frequency_penalty:
@@ -190,7 +197,7 @@ class Engine(Generic[Logits]):
                 self.scheduler.rollback(plan)
                 raise
         else:
-            sampled = ()
+            sampled = Samples()
         output = self.scheduler.commit(plan, sampled)
         return self._with_ended_at_add(output)
 

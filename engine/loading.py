@@ -97,7 +97,9 @@ class Frontend:
     def __init__(self, model_directory: Path) -> None:
         self._directory = model_directory
         self.tokenizer = Tokenizer.from_directory(model_directory)
-        self.vocabulary = Vocabulary(self.tokenizer.token_bytes, frozenset(self.tokenizer.special_token_ids))
+        self.vocabulary = Vocabulary(
+            self.tokenizer.token_bytes, frozenset(self.tokenizer.special_token_ids), self.tokenizer.adds_leading_space
+        )
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt; BOS exactly once if the model wants it."""

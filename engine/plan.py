@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batonq.engine.context import Context, FinishReason
@@ -22,6 +23,8 @@ class ScheduledContext:
     block_table: tuple[int, ...]
     #: Whether `stop` reaches the last known token, so that the next one is sampled.
     samples: bool
+    #: Positions whose logits give the log probability of the prompt's token after each.
+    prompt_logits: range = range(0)
 
     @property
     def num_tokens(self) -> int:
@@ -51,6 +54,23 @@ class Plan:
     def sampling_rows(self) -> tuple[ScheduledContext, ...]:
         """The rows whose next token is sampled, in order; logits and samples are in this order."""
         return tuple(row for row in self.rows if row.samples)
+
+    @property
+    def prompt_logprobs_rows(self) -> tuple[ScheduledContext, ...]:
+        """The rows with `prompt_logits`, in order; the logits of theirs come after those of the sampling rows."""
+        return tuple(row for row in self.rows if row.prompt_logits)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What the sampler made of a plan's logits. A row that can't be used has an error, and hurts no other."""
+
+    #: For each of `Plan.sampling_rows`.
+    tokens: Sequence[int | EngineError] = ()
+    #: For each of `Plan.sampling_rows`; None where they are not asked for.
+    logprobs: Sequence[TokenLogprobs | None] = ()
+    #: For each of `Plan.prompt_logprobs_rows`, in the order of its `prompt_logits`.
+    prompt_logprobs: Sequence[Sequence[TokenLogprobs] | EngineError] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class BackendRunner:
         self.backend = backend
 
     def forward(self, plan: Plan) -> torch.Tensor:
-        """Compute every row of the plan; logits, float32 [len(plan.sampling_rows), vocabulary]."""
+        """Compute every row of the plan; logits, float32 [rows, vocabulary], in the order that `Runner` says."""
         return self.backend.forward(to_batch(plan))
 
 
@@ -50,5 +50,9 @@ def to_batch(plan: Plan) -> Batch:
         context_len=np.array([row.stop for row in rows], np.int32),
         store_from=np.array([row.store_from for row in rows], np.int32),
         block_tables=block_tables,
-        logits_rows=np.array([query_start[i + 1] - 1 for i, row in enumerate(rows) if row.samples], np.int32),
+        logits_rows=np.array(
+            [query_start[i + 1] - 1 for i, row in enumerate(rows) if row.samples]
+            + [query_start[i] + at - row.start for i, row in enumerate(rows) for at in row.prompt_logits],
+            np.int32,
+        ),
     )

@@ -20,36 +20,24 @@ MAX_LOGPROBS = 20
 #: name: ignoring one would return other text than was asked for.
 UNSUPPORTED_PARAMETERS = frozenset(
     {
-        "allowed_token_ids",
         "audio",
-        "bad_words",
         "best_of",
-        "echo",
-        "frequency_penalty",
         "function_call",
         "functions",
         "guided_choice",
         "guided_grammar",
         "guided_json",
         "guided_regex",
-        "include_stop_str_in_output",
         "length_penalty",
-        "logit_bias",
-        "logprobs",
         "modalities",
         "parallel_tool_calls",
         "prediction",
-        "presence_penalty",
-        "prompt_logprobs",
         "reasoning_effort",
-        "repetition_penalty",
         "response_format",
-        "skip_special_tokens",
         "structured_outputs",
         "suffix",
         "tool_choice",
         "tools",
-        "truncate_prompt_tokens",
         "use_beam_search",
         "web_search_options",
     }
@@ -78,7 +66,7 @@ class SamplingParams(BaseModel):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     #: EOS and stop tokens cannot be drawn before this many output tokens.
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    #: The text ends before the first occurrence of any of these, wherever token borders fall.
+    #: The text ends before the first occurrence of any of these in the output, wherever token borders fall.
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
@@ -115,14 +103,7 @@ class SamplingParams(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_means_default(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        given = {k: v for k, v in data.items() if v is not None}
-        for name, value in given.items():
-            field = cls.model_fields.get(name)
-            if name in UNSUPPORTED_PARAMETERS and field is not None and value and value != field.default:
-                raise ValueError(f"unsupported_parameter: {name} is not supported yet")
-        return _one_logprobs(given)
+        return _one_logprobs({k: v for k, v in data.items() if v is not None}) if isinstance(data, dict) else data
 
     @field_validator("stop", mode="before")
     @classmethod

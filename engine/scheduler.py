@@ -4,6 +4,9 @@ There is no prefill or decode phase: every context has tokens it knows and token
 second catch up with the first, under a token budget; a decode is a catch-up of one. Contexts are served in order of
 arrival. Admission looks ahead to the peak of blocks; when that forecast was too low, the youngest are preempted: they
 lose their blocks, keep their tokens, and are computed again.
+
+Log probabilities of a prompt need the logits of every position: a context that asks for them takes no blocks from the
+cache until they are complete, and few of them are computed in a step.
 """
 
 from __future__ import annotations
@@ -17,10 +20,14 @@ from batonq.engine.config import EngineConfig
 from batonq.engine.context import Context, ContextState, FinishReason
 from batonq.engine.errors import EngineError
 from batonq.engine.forecast import OutputForecast
-from batonq.engine.plan import ContextOutput, Plan, ScheduledContext, StepOutput
+from batonq.engine.logprobs import TokenLogprobs
+from batonq.engine.plan import ContextOutput, Plan, Samples, ScheduledContext, StepOutput
 
 #: A context preempted this often is admitted only where everybody's `max_tokens` fits, so it is not preempted again.
 MAX_OPTIMISTIC_PREEMPTIONS = 3
+
+#: Rows of logits computed for prompts' log probabilities in a step, which bounds the memory they take.
+MAX_PROMPT_LOGITS = 64
 
 
 @dataclass(slots=True)
@@ -28,6 +35,7 @@ class _Draft:
     """A plan in the making."""
 
     budget: int
+    prompt_logits: int = MAX_PROMPT_LOGITS
     rows: list[ScheduledContext] = field(default_factory=list)
     published: list[int] = field(default_factory=list)
     preempted: list[Context] = field(default_factory=list)
@@ -89,8 +97,15 @@ class Scheduler:
         self._take_cached(context)
         store_from = context.num_computed_tokens
         # Where all tokens are cached, the last one is computed again for its logits, and not stored.
-        start = min(store_from, context.token_count - 1)
-        stop = min(context.token_count, start + draft.budget)
+        start = min(store_from, context.num_needed_tokens - 1)
+        stop = min(context.num_needed_tokens, start + draft.budget)
+        prompt_logits = range(0)
+        if context.num_missing_prompt_logprobs:
+            first = max(start, len(context.prompt_logprobs) - 1)
+            stop = min(stop, first + draft.prompt_logits)
+            prompt_logits = range(first, min(stop, len(context.input_token_ids) - 1))
+            if stop == start:
+                return
         missing = self.pool.blocks_for(stop) - len(context.block_table)
         while missing > self.pool.num_available:
             victim = self.running[-1]
@@ -101,8 +116,10 @@ class Scheduler:
         context.block_table += self.pool.allocate(missing)
         self._publish(context, stop, draft)
         samples = stop == context.token_count
-        draft.rows.append(ScheduledContext(context, start, stop, store_from, tuple(context.block_table), samples))
+        table = tuple(context.block_table)
+        draft.rows.append(ScheduledContext(context, start, stop, store_from, table, samples, prompt_logits))
         draft.budget -= stop - start
+        draft.prompt_logits -= len(prompt_logits)
 
     def preempt(self, context: Context) -> None:
         """Take a running context's blocks from it between two steps. It is the first to be admitted again."""
@@ -122,6 +139,8 @@ class Scheduler:
         """Published blocks that hold the context's next tokens, to the very last one if all are there."""
         size = self.pool.block_size
         position = context.num_computed_tokens
+        if context.num_missing_prompt_logprobs:
+            return
         if position != len(context.block_table) * size:
             return  # in the middle of a block of its own
         parent = context.block_keys[-1] if context.block_keys else None
@@ -193,31 +212,50 @@ class Scheduler:
 
     # ── results ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def commit(self, plan: Plan, sampled: Sequence[int | EngineError]) -> StepOutput:
-        """Take in a step's samples, in the order of `plan.sampling_rows`, and end the contexts that are complete."""
+    def commit(self, plan: Plan, samples: Samples) -> StepOutput:
+        """Take in what a step's logits gave, and end the contexts that are complete."""
         for row in plan.rows:
             row.context.num_computed_tokens = row.stop
-        outputs = tuple(
-            self._accept(row.context, token) for row, token in zip(plan.sampling_rows, sampled, strict=True)
-        )
+        outputs = []
+        for row, entries in zip(plan.prompt_logprobs_rows, samples.prompt_logprobs, strict=True):
+            outputs += self._accept_prompt_logprobs(row.context, entries)
+        for row, token, logprobs in zip(plan.sampling_rows, samples.tokens, samples.logprobs, strict=True):
+            if not row.context.state.ended:
+                outputs.append(self._accept(row.context, token, logprobs))
         return StepOutput(
             plan.decision_id,
-            outputs,
+            tuple(outputs),
             tuple(context.context_id for context in plan.started),
             tuple(context.context_id for context in plan.preempted),
             plan.num_tokens,
         )
 
-    def _accept(self, context: Context, sample: int | EngineError) -> ContextOutput:
-        if isinstance(sample, EngineError):
-            context.error = sample
-            self._end(context, ContextState.ERROR, FinishReason.ERROR)
-            return ContextOutput(context.context_id, (), FinishReason.ERROR, sample)
-        reason = context.accept(sample, self._eos_token_ids)
+    def _accept_prompt_logprobs(
+        self, context: Context, entries: Sequence[TokenLogprobs] | EngineError
+    ) -> Iterator[ContextOutput]:
+        """Take in a part of them; an output if the context has ended with it."""
+        if isinstance(entries, EngineError):
+            yield self._fail(context, entries)
+            return
+        context.prompt_logprobs += entries
+        reason = context.finish_reason
+        if reason is not None and not context.num_missing_prompt_logprobs:
+            self._end(context, ContextState.FINISHED, reason)
+            yield ContextOutput(context.context_id, (), reason)
+
+    def _accept(self, context: Context, token: int | EngineError, logprobs: TokenLogprobs | None) -> ContextOutput:
+        if isinstance(token, EngineError):
+            return self._fail(context, token)
+        reason = context.accept(token, self._eos_token_ids, logprobs)
         if reason is not None:
             self.forecast.observe(len(context.output_token_ids))
             self._end(context, ContextState.FINISHED, reason)
-        return ContextOutput(context.context_id, (sample,), reason)
+        return ContextOutput(context.context_id, (token,), reason, new_logprobs=() if logprobs is None else (logprobs,))
+
+    def _fail(self, context: Context, error: EngineError) -> ContextOutput:
+        context.error = error
+        self._end(context, ContextState.ERROR, FinishReason.ERROR)
+        return ContextOutput(context.context_id, (), FinishReason.ERROR, error)
 
     def abort(self, context: Context) -> None:
         """End a context that has not ended, wherever it is."""

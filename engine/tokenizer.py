@@ -32,6 +32,9 @@ class Tokenizer:
         #: What each token adds to the text. A Metaspace decoder drops the space that begins a text; this table keeps
         #: it, because an output goes on from a prompt. Ids without a token stand for nothing.
         self.token_bytes = _token_bytes(backend)
+        first = backend.encode("a", add_special_tokens=False).ids[:1]
+        #: Whether the tokens of a text begin with a space that the text doesn't have.
+        self.adds_leading_space = any(self.token_bytes[token_id].startswith(b" ") for token_id in first)
         self._adds_bos = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
 
     @classmethod

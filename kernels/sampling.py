@@ -2,7 +2,16 @@
 
 The contract, for a row of float32 logits; every backend gives the same token for the same logits:
 
-1. Banned tokens count as -inf. The largest logit must be finite, else the row is an error.
+1. The request's adjustments, in this order; -inf stays -inf throughout:
+   a. `allowed_token_ids`: every other logit becomes -inf.
+   b. `bad_words`: a token that would complete one becomes -inf.
+   c. `logit_bias`: logit = float32(float64(logit) + bias).
+   d. `min_tokens`: while the output is shorter, tokens that end it become -inf.
+   e. Penalties, for each token of output or (repetition penalty only) prompt, `count` being its occurrences in the
+      output: v = float64(logit); v / repetition if v > 0, else v * repetition; less frequency * count; less presence
+      if count > 0; logit = float32(v). Products and differences are rounded one by one (no fused multiply-add).
+   Masks commute with the rest, so a, b and d may be done at once. The largest logit that is left must be finite, else
+   the row is an error.
 2. Temperature 0 takes the largest logit, the lowest id among equals, whatever else is set.
 3. z = (logit - largest logit) / temperature, in float64. Tokens are ordered by descending logit, then ascending id.
 4. `top_k` > 0 keeps the first k of that order.
@@ -26,6 +35,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from batonq.kernels.adjustments import Adjustment, adjusted
 from batonq.kernels.errors import InvalidLogits, NoCandidates
 from batonq.kernels.philox import MASK, MAX_GUMBEL, MULTIPLIERS, PURPOSE_SAMPLE, RNG_VERSION, ROUNDS, WEYL
 
@@ -38,17 +48,18 @@ _GUMBEL_MARGIN = 1e-6
 #: A token further than this below the best sum can't win.
 _REACH = MAX_GUMBEL + _GUMBEL_MARGIN
 
-_MASS_SCALE = 2.0**44
+#: The mass of the most likely token.
+MASS_SCALE = 2.0**44
 
-#: Rows of a full vocabulary that are held in float64 at once.
-_CHUNK = 8
+#: Logits that are held in float64 at once when whole rows are looked at.
+_CHUNK = 400_000
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Per row of the logits: parameters as in `engine/sampling_params.py`, the absolute position to draw, banned ids.
+    """Per row of the logits: parameters as in `engine/sampling_params.py`, and the absolute position to draw.
 
-    `top_k` below 1 and `top_p` at 1 keep all. Banned ids that the vocabulary doesn't have are passed over.
+    `top_k` below 1 and `top_p` at 1 keep all. A row without adjustment has None.
     """
 
     temperature: Sequence[float]
@@ -57,7 +68,7 @@ class SamplingBatch:
     min_p: Sequence[float]
     seed: Sequence[int]
     position: Sequence[int]
-    banned: Sequence[Sequence[int]]
+    adjustments: Sequence[Adjustment | None]
 
 
 def sample(logits: Tensor, params: SamplingBatch) -> list[int]:
@@ -65,7 +76,7 @@ def sample(logits: Tensor, params: SamplingBatch) -> list[int]:
 
     Raises `InvalidLogits` for the first row that holds NaN or +inf, `NoCandidates` for one with nothing but -inf.
     """
-    logits = _without_banned(logits, params.banned)
+    logits = adjusted(logits, params.adjustments)
     largest, first_largest = logits.max(dim=1)
     for row, value in enumerate(largest.tolist()):
         if value == -math.inf:
@@ -77,23 +88,12 @@ def sample(logits: Tensor, params: SamplingBatch) -> list[int]:
     for width in (*(width for width in WIDTHS if width < logits.shape[1] - 1), logits.shape[1]):
         if not pending:
             break
-        rows_at_once = len(pending) if width < logits.shape[1] else _CHUNK
+        rows_at_once = len(pending) if width < logits.shape[1] else max(1, _CHUNK // width)
         wider = []
         for start in range(0, len(pending), rows_at_once):
             wider += _Top(logits, largest, params, pending[start : start + rows_at_once], width).draw(tokens)
         pending = wider
     return tokens
-
-
-def _without_banned(logits: Tensor, banned: Sequence[Sequence[int]]) -> Tensor:
-    vocabulary = logits.shape[1]
-    pairs = [(row, token) for row, ids in enumerate(banned) for token in ids if 0 <= token < vocabulary]
-    if not pairs:
-        return logits
-    rows, tokens = zip(*pairs, strict=True)
-    masked = logits.clone()
-    masked[list(rows), list(tokens)] = -math.inf
-    return masked
 
 
 class _Top:
@@ -153,11 +153,12 @@ class _Top:
         known = torch.ones_like(prefix, dtype=torch.bool)
         nucleus = self.top_p < 1.0
         if bool(nucleus.any()):
-            mass = _mass(self.z).masked_fill_(torch.arange(self.width) >= self.kept, 0)
-            total = mass.sum(dim=1, keepdim=True)
-            for index in (nucleus & (self.kept == self.vocabulary)).flatten().nonzero().flatten().tolist():
-                total[index] = _mass(self._z_of_row(index)).sum()
-            reached = mass.cumsum(dim=1).double() >= self.top_p * total.double()
+            masses = mass(self.z).masked_fill_(torch.arange(self.width) >= self.kept, 0)
+            total = masses.sum(dim=1, keepdim=True)
+            beyond = nucleus & (self.kept == self.vocabulary) & (self.width < self.vocabulary)
+            for index in beyond.flatten().nonzero().flatten().tolist():
+                total[index] = mass(self._z_of_row(index)).sum()
+            reached = masses.cumsum(dim=1).double() >= self.top_p * total.double()
             found = reached.any(dim=1, keepdim=True) & ((self.kept <= self.width) | (self.kept == self.vocabulary))
             length = reached.int().argmax(dim=1, keepdim=True) + 1
             prefix = torch.where(nucleus & found, torch.minimum(prefix, length), prefix)
@@ -198,8 +199,9 @@ def _log(probability: float) -> float:
     return math.log(probability) if probability > 0.0 else -math.inf
 
 
-def _mass(z: Tensor) -> Tensor:
-    return z.exp().mul_(_MASS_SCALE).long()  # conversion to an integer drops the fraction
+def mass(z: Tensor) -> Tensor:
+    """The integer masses of z."""
+    return z.exp().mul_(MASS_SCALE).long()  # conversion to an integer drops the fraction
 
 
 def _gumbel(words: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from batonq.kernels.adjustments import Adjustment, adjusted
 from batonq.kernels.errors import InvalidLogits, NoCandidates
+from batonq.kernels.logprobs import token_logprobs
 from batonq.kernels.philox import MAX_GUMBEL, gumbel, philox4x32
 from batonq.kernels.sampling import SamplingBatch, sample
 
@@ -37,9 +50,26 @@ def test_the_largest_gumbel() -> None:
     assert math.isclose(-math.log(-math.log((2**32 - 0.5) * 2.0**-32)), MAX_GUMBEL, abs_tol=1e-9)
 
 
+def adjust_by_the_contract(logits: list[float], p: dict[str, Any]) -> list[float]:
+    """Step 1 of the module's docstring, for one row."""
+    row = list(logits)
+    if p.get("allowed") is not None:
+        row = [x if i in p["allowed"] else -math.inf for i, x in enumerate(row)]
+    row = [-math.inf if i in p.get("banned", ()) else x for i, x in enumerate(row)]
+    for i, bias in p.get("bias", {}).items():
+        row[i] = float(np.float32(row[i] + bias))
+    for i, count in p.get("history", {}).items():
+        value = row[i]
+        value = value / p["repetition_penalty"] if value > 0 else value * p["repetition_penalty"]
+        value -= p["frequency_penalty"] * count
+        value -= p["presence_penalty"] if count > 0 else 0.0
+        row[i] = float(np.float32(value))
+    return row
+
+
 def draw_by_the_contract(logits: list[float], p: dict[str, Any]) -> int:
-    """Steps 1 to 7 of the module's docstring, for one row."""
-    row = [-math.inf if i in p["banned"] else x for i, x in enumerate(logits)]
+    """All the steps of the module's docstring, for one row."""
+    row = adjust_by_the_contract(logits, p)
     largest = max(row)
     if p["temperature"] == 0:
         return row.index(largest)
@@ -60,8 +90,20 @@ def draw_by_the_contract(logits: list[float], p: dict[str, Any]) -> int:
     return min(order, key=lambda i: (-sums[i], i))
 
 
+FILTERS = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
+
+
 def batch_of(rows: list[dict[str, Any]]) -> SamplingBatch:
-    return SamplingBatch(**{name: [row[name] for row in rows] for name in SamplingBatch.__slots__})
+    adjustments = [adjustment_of(row) for row in rows]
+    return SamplingBatch(**{name: [row[name] for row in rows] for name in FILTERS}, adjustments=adjustments)
+
+
+def adjustment_of(row: dict[str, Any]) -> Adjustment | None:
+    given = {name: row[name] for name in Adjustment.__slots__ if name in row}
+    if row.get("history"):
+        given["history_ids"] = np.array(list(row["history"]), np.int32)
+        given["history_counts"] = np.array(list(row["history"].values()), np.int32)
+    return Adjustment(**given) if given else None
 
 
 def parameters(vocabulary: int) -> st.SearchStrategy[dict[str, Any]]:
@@ -73,9 +115,25 @@ def parameters(vocabulary: int) -> st.SearchStrategy[dict[str, Any]]:
             "min_p": st.sampled_from([0.0, 1e-6, 0.05, 0.5, 1.0]),
             "seed": st.sampled_from([0, 1, 2**32, 2**64 - 1, 0x0123456789ABCDEF]),
             "position": st.integers(0, 2**31 - 1),
-            "banned": st.lists(st.integers(0, vocabulary + 3), max_size=min(4, vocabulary - 1), unique=True),
         }
-    )
+    ).flatmap(lambda filters: st.builds(lambda p: filters | p, adjustments(vocabulary)))
+
+
+def adjustments(vocabulary: int) -> st.SearchStrategy[dict[str, Any]]:
+    ids = st.integers(0, vocabulary - 1)
+    penalties = {
+        "repetition_penalty": st.sampled_from([1.0, 1.3, 0.5, 7.0, 1e-6, 1e6]),
+        "presence_penalty": st.sampled_from([0.0, 0.7, -2.0]),
+        "frequency_penalty": st.sampled_from([0.0, 0.1, 2.0, -1.5]),
+        "history": st.dictionaries(ids, st.integers(0, 5), max_size=12),
+    }
+    optional = {
+        "allowed": st.lists(ids, min_size=1, max_size=80, unique=True),
+        "banned": st.lists(st.integers(0, vocabulary + 3), max_size=4),
+        "bias": st.dictionaries(ids, st.sampled_from([-100.0, 100.0, 0.1, -3.7, 1e-30]), max_size=6),
+    }
+    masks = st.fixed_dictionaries({}, optional=optional)
+    return masks | st.builds(lambda a, b: a | b, masks, st.fixed_dictionaries(penalties))
 
 
 @settings(max_examples=400, deadline=None)
@@ -95,16 +153,25 @@ def test_every_row_is_drawn_by_the_contract(data: st.DataObject) -> None:
         holes[np.arange(count), generator.integers(0, vocabulary, count)] = False
         logits[holes] = -np.inf
     for row, p in zip(logits, rows, strict=True):
-        p["banned"] = [i for i in p["banned"] if i >= vocabulary or np.isfinite(np.delete(row, i)).any()]
-        masked = row.copy()
-        masked[[i for i in p["banned"] if i < vocabulary]] = -np.inf
-        if not np.isfinite(masked).any():
-            p["banned"] = []
+        if max(adjust_by_the_contract(row.tolist(), p)) == -math.inf:
+            p.pop("allowed", None)
+            p.pop("banned", None)
     expected = [draw_by_the_contract(row.tolist(), p) for row, p in zip(logits, rows, strict=True)]
     assert sample(torch.from_numpy(logits), batch_of(rows)) == expected
 
 
-PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5, "position": 9, "banned": ()}
+PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5, "position": 9}
+
+NO_IDS = torch.zeros(1, 0, dtype=torch.long)
+#: A prompt of tokens 0 and 1, an output of 8, 9 and 9.
+SEEN = torch.tensor([[0, 1, 8, 9, 9]])
+COUNTS = torch.zeros(24).index_add(0, torch.tensor([8, 9, 9]), torch.ones(3))
+PENALTIES = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "history": {0: 0, 1: 0, 8: 1, 9: 2},
+}
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 6.0])
@@ -135,14 +202,84 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     assert sample(logits.flip(0), batch_of(rows[::-1])) == together[::-1]
 
 
-def test_frequencies_are_those_of_the_softmax() -> None:
-    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.0, -0.5])
-    draws = 20_000
-    params = batch_of([PLAIN | {"seed": 11, "position": position} for position in range(draws)])
-    counts = np.bincount(sample(logits.expand(draws, -1), params), minlength=8)
-    expected = torch.softmax(logits.double(), 0).numpy() * draws
-    chi_square = float(((counts - expected) ** 2 / expected).sum())
-    assert chi_square < 24.3  # 7 degrees of freedom, p = 0.001; the draw is fixed by the seed
+DRAWS = 200_000
+
+#: Of a row of logits: what is asked for, and how transformers, or two lines of numpy, give the distribution.
+DISTRIBUTIONS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
+    "plain": ({}, lambda x: x),
+    "temperature": ({"temperature": 0.6}, lambda x: TemperatureLogitsWarper(0.6)(NO_IDS, x)),
+    "top_k": ({"top_k": 5}, lambda x: TopKLogitsWarper(5)(NO_IDS, x)),
+    "top_p": ({"top_p": 0.8}, lambda x: TopPLogitsWarper(0.8)(NO_IDS, x)),
+    "min_p": ({"min_p": 0.05}, lambda x: MinPLogitsWarper(0.05)(NO_IDS, x)),
+    "bias": ({"bias": {3: 2.5, 7: -1.0}}, lambda x: SequenceBiasLogitsProcessor([[[3], 2.5], [[7], -1.0]])(NO_IDS, x)),
+    "allowed": (
+        {"allowed": [1, 2, 9]},
+        lambda x: SuppressTokensLogitsProcessor([0, *range(3, 9), *range(10, 24)])(NO_IDS, x),
+    ),
+    "banned": ({"banned": [0, 5]}, lambda x: SuppressTokensLogitsProcessor([0, 5])(NO_IDS, x)),
+    "repetition": (
+        PENALTIES | {"repetition_penalty": 1.5},
+        lambda x: RepetitionPenaltyLogitsProcessor(1.5)(SEEN, x),
+    ),
+    "presence": (PENALTIES | {"presence_penalty": 1.2}, lambda x: x - 1.2 * (COUNTS > 0)),
+    "frequency": (PENALTIES | {"frequency_penalty": 0.4}, lambda x: x - 0.4 * COUNTS),
+    "all": (
+        PENALTIES
+        | {"repetition_penalty": 1.5, "frequency_penalty": 0.4, "temperature": 1.7, "top_k": 15, "top_p": 0.9},
+        lambda x: TopPLogitsWarper(0.9)(
+            NO_IDS, TopKLogitsWarper(15)(NO_IDS, (RepetitionPenaltyLogitsProcessor(1.5)(SEEN, x) - 0.4 * COUNTS) / 1.7)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_frequencies_are_those_of_an_independent_implementation(name: str) -> None:
+    asked, distribution = DISTRIBUTIONS[name]
+    logits = torch.randn(1, 24, generator=torch.Generator().manual_seed(3)) * 1.5
+    row = PLAIN | asked | {"seed": 11}
+    counts = np.zeros(24)
+    # A row's adjustment is the same in every draw, so it is made once.
+    same = adjusted(logits, [adjustment_of(row)]).expand(DRAWS // 4, -1)
+    for part in range(4):
+        params = SamplingBatch(
+            **{key: [row[key]] * len(same) for key in FILTERS if key != "position"},
+            position=range(part * len(same), (part + 1) * len(same)),
+            adjustments=[None] * len(same),
+        )
+        counts += np.bincount(sample(same, params), minlength=24)
+    expected = torch.softmax(distribution(logits.double())[0], 0).numpy() * DRAWS
+    assert counts[expected == 0].sum() == 0
+    some = expected > 0
+    chi_square = float(((counts[some] - expected[some]) ** 2 / expected[some]).sum())
+    assert chi_square < chi_square_bound(int(some.sum()) - 1), chi_square
+
+
+def chi_square_bound(freedom: int) -> float:
+    """What one in a thousand exceeds (Wilson and Hilferty's approximation); the draws are fixed by the seed."""
+    spread = 2.0 / (9.0 * freedom)
+    return freedom * (1.0 - spread + 3.0902 * math.sqrt(spread)) ** 3
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 5.0])
+def test_log_probabilities(scale: float) -> None:
+    """Against log_softmax in float64 and Python's own sort; and a row's don't depend on its neighbours."""
+    logits = torch.randn(19, 3000, generator=torch.Generator().manual_seed(4)) * scale
+    logits = (logits * 4).round() / 4  # many ties
+    logits[5, 100:] = -math.inf
+    tokens = [7 * row for row in range(19)]
+    num_top = [row % 6 for row in range(19)]
+    found = token_logprobs(logits, tokens, num_top)
+    for index, (row, token, (logprob, rank, top)) in enumerate(zip(logits, tokens, found, strict=True)):
+        exact = row.double().log_softmax(0)
+        order = sorted(range(3000), key=lambda i: (-float(row[i]), i))
+        assert rank == order.index(token) + 1
+        assert [i for i, _ in top] == order[: num_top[index]]
+        for i, value in ((token, logprob), *top):
+            assert value == pytest.approx(float(exact[i]), abs=1e-6, rel=1e-6)
+        assert token_logprobs(logits[index : index + 1], [token], num_top[index : index + 1]) == [found[index]]
+    with pytest.raises(InvalidLogits, match="row 9"):
+        token_logprobs(logits.index_fill(0, torch.tensor([9]), math.nan), tokens, num_top)
 
 
 def test_banned_tokens_are_not_drawn_and_the_logits_stay() -> None:
@@ -161,7 +298,7 @@ def test_rows_without_a_largest_logit_are_named() -> None:
             sample(bad, params)
         assert caught.value.row == 1
     with pytest.raises(NoCandidates, match="row 2"):
-        sample(logits, replace(params, banned=[(), (), range(5)]))
+        sample(logits, replace(params, adjustments=[None, None, Adjustment(banned=range(5))]))
 
 
 def test_no_rows() -> None:

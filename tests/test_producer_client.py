@@ -78,7 +78,7 @@ def test_the_same_id_is_enqueued_once(producer: Producer) -> None:
     ("fields", "code", "param"),
     [
         ({"prompt": "a", "top_p": 0}, "invalid_parameter", "top_p"),
-        ({"prompt": "a", "logit_bias": {}}, "unsupported_parameter", "logit_bias"),
+        ({"prompt": "a", "guided_json": {}}, "unsupported_parameter", "guided_json"),
         ({}, "invalid_parameter", None),
     ],
 )

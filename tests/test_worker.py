@@ -123,7 +123,7 @@ def test_a_job_that_cannot_run_fails_alone(
     bad = {
         "unknown_function": queue.enqueue("os.system", "true"),
         "invalid_parameter": enqueue(queue, "x", top_p=3),
-        "unsupported_parameter": enqueue(queue, "x", frequency_penalty=1.0),
+        "unsupported_parameter": enqueue(queue, "x", guided_regex="a"),
         "context_length_exceeded": enqueue(queue, "x" * 1000),
         "model_not_found": queue.enqueue(FUNCTION, prompt="x", model="other"),
         "unreadable_job": Queue(QUEUE, connection=connection).enqueue(FUNCTION, prompt="pickled"),

@@ -17,7 +17,8 @@ from batonq.engine.block_pool import BlockPool
 from batonq.engine.config import EngineConfig
 from batonq.engine.engine import Engine, ModelSpec
 from batonq.engine.errors import EngineError
-from batonq.engine.plan import Plan
+from batonq.engine.logprobs import TokenLogprobs
+from batonq.engine.plan import Plan, Samples
 from batonq.engine.sampling_params import SamplingParams
 from batonq.engine.text import Vocabulary
 
@@ -52,13 +53,14 @@ class NullRunner:
         self._step_seconds = step_seconds
 
     def forward(self, plan: Plan) -> list[list[int]]:
-        """For each sampling row, all its tokens as the memory holds them."""
+        """For each row of logits that is wanted, all tokens before it as the memory holds them."""
         time.sleep(self._step_seconds)
         self._store(plan)
         read = {id(row): self._read(row.block_table, row.stop) for row in plan.rows}
         for row in plan.rows:
             assert read[id(row)] == list(row.context.tokens(0, row.stop)), f"{row.context.context_id}: wrong KV"
-        return [read[id(row)] for row in plan.sampling_rows]
+        wanted = [(row, at) for row in plan.prompt_logprobs_rows for at in row.prompt_logits]
+        return [read[id(row)] for row in plan.sampling_rows] + [read[id(row)][: at + 1] for row, at in wanted]
 
     def _store(self, plan: Plan) -> None:
         written = set[tuple[int, int]]()
@@ -76,12 +78,25 @@ class NullRunner:
         return [self.memory[table[at // BLOCK_SIZE]][at % BLOCK_SIZE] for at in range(stop)]
 
 
+def logprobs_of(tokens: Sequence[int], token: int, num_top: int) -> TokenLogprobs:
+    """What the null model says of `token` after `tokens`: as little as is needed to tell entries apart."""
+    digest = hashlib.blake2b(array("I", [*tokens, token]).tobytes(), digest_size=4).digest()
+    return TokenLogprobs(token, -digest[0] / 16, 1 + digest[1], tuple((digest[2], -i / 4) for i in range(num_top)))
+
+
 class NullSampler:
-    def sample(self, plan: Plan, logits: list[list[int]]) -> list[int | EngineError]:
-        return [
-            next_token(tokens, row.context.sampling_params, len(row.context.output_token_ids))
-            for row, tokens in zip(plan.sampling_rows, logits, strict=True)
-        ]
+    def sample(self, plan: Plan, logits: list[list[int]]) -> Samples:
+        drawn, logprobs = list[int | EngineError](), list[TokenLogprobs | None]()
+        for row, tokens in zip(plan.sampling_rows, logits, strict=False):
+            params = row.context.sampling_params
+            token = next_token(tokens, params, len(row.context.output_token_ids))
+            drawn.append(token)
+            logprobs.append(None if params.logprobs is None else logprobs_of(tokens, token, params.logprobs))
+        rest, prompts = iter(logits[len(drawn) :]), list[list[TokenLogprobs]]()
+        for row in plan.prompt_logprobs_rows:
+            ids, num_top = row.context.input_token_ids, row.context.sampling_params.prompt_logprobs or 0
+            prompts.append([logprobs_of(next(rest), ids[at + 1], num_top) for at in row.prompt_logits])
+        return Samples(drawn, logprobs, prompts)
 
 
 class ByteEncoder:
