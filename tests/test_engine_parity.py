@@ -1,4 +1,4 @@
-"""SmolLM2 through the whole engine against transformers' own `generate`, greedy, token for token."""
+"""SmolLM2 through the whole engine against transformers, greedy, token for token."""
 
 from __future__ import annotations
 
@@ -12,21 +12,28 @@ from batonq.engine.config import EngineConfig
 from batonq.engine.engine import Engine
 from batonq.engine.loading import EngineOptions, load_engine
 from batonq.engine.sampling_params import SamplingParams
+from batonq.kernels.program import BLOCK_SIZE
+from tests.support.greedy import assert_greedy
 from tests.support.models import smollm2_dir
 from tests.support.prompts import passages
+
+SmolEngine = Engine[torch.Tensor]
 
 NEW_TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine[torch.Tensor]:
-    config = EngineConfig(max_num_batched_tokens=256, kv_cache_memory_bytes=1 << 29)
-    return load_engine(EngineOptions("smollm2-135m", config=config).to_dict())[0]
+def build(**config: int) -> SmolEngine:
+    return load_engine(EngineOptions("smollm2-135m", config=EngineConfig(num_threads=1, **config)).to_dict())[0]
 
 
 @pytest.fixture(scope="module")
-def prompts(engine: Engine[torch.Tensor]) -> list[list[int]]:
+def engine() -> SmolEngine:
+    return build(max_num_batched_tokens=256, kv_cache_memory_bytes=1 << 29)
+
+
+@pytest.fixture(scope="module")
+def prompts(engine: SmolEngine) -> list[list[int]]:
     """Twenty prompts of 3 to 45 tokens, four of them conversations."""
     texts = passages(16)
     plain = [engine.encoder.encode(text)[: 3 + 2 * i] for i, text in enumerate(texts)]
@@ -38,33 +45,29 @@ def prompts(engine: Engine[torch.Tensor]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def oracle(prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers makes of each prompt alone."""
-    model = AutoModelForCausalLM.from_pretrained(smollm2_dir(), dtype=torch.float32)
-    outputs = []
+def outputs(engine: SmolEngine, prompts: list[list[int]]) -> list[list[int]]:
+    """What the engine makes of each prompt alone."""
+    made = []
     for prompt in prompts:
-        ids = torch.tensor([prompt])
-        made = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            eos_token_id=2,
-            pad_token_id=2,
-        )
-        outputs.append(made[0, len(prompt) :].tolist())
-    return outputs
-
-
-def test_greedy_alone(engine: Engine[torch.Tensor], prompts: list[list[int]], oracle: list[list[int]]) -> None:
-    for prompt, expected in zip(prompts, oracle, strict=True):
         (generation,) = engine.generate([prompt], GREEDY)
-        assert generation.token_ids == expected
         engine.check_idle()
+        made.append(generation.token_ids)
+    return made
+
+
+def test_greedy_alone(engine: SmolEngine, prompts: list[list[int]], outputs: list[list[int]]) -> None:
+    oracle = AutoModelForCausalLM.from_pretrained(smollm2_dir(), dtype=torch.float32)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_greedy(oracle, prompt, output)
+        assert len(output) == NEW_TOKENS or output[-1] in engine.spec.eos_token_ids
+        assert not engine.spec.eos_token_ids & set(output[:-1])
+    ids = torch.tensor([prompts[3]])
+    made = oracle.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=2)
+    assert made[0, ids.shape[1] :].tolist() == outputs[3]
 
 
 def test_greedy_in_a_crowd_that_joins_and_leaves(
-    engine: Engine[torch.Tensor], prompts: list[list[int]], oracle: list[list[int]]
+    engine: SmolEngine, prompts: list[list[int]], outputs: list[list[int]]
 ) -> None:
     """64 contexts: the twenty prompts among strangers of other lengths, some aborted, added a few at each step."""
     chance = random.Random(5)
@@ -75,13 +78,13 @@ def test_greedy_in_a_crowd_that_joins_and_leaves(
         arrivals.append((f"stranger-{i}", stranger[: chance.randint(1, len(stranger))], params))
     chance.shuffle(arrivals)
     together = 0
-    outputs: dict[str, list[int]] = {}
+    made: dict[str, list[int]] = {}
     while arrivals or engine.has_work:
         for _ in range(min(len(arrivals), 8)):
             engine.add(*arrivals.pop())
         for part in engine.step().outputs:
             if part.finish_reason is not None:
-                outputs[part.context_id] = engine.forget(part.context_id).token_ids
+                made[part.context_id] = engine.forget(part.context_id).token_ids
         together = max(together, len(engine.scheduler.running))
         engine.scheduler.check()
         if chance.random() < 0.1:
@@ -90,4 +93,30 @@ def test_greedy_in_a_crowd_that_joins_and_leaves(
                 engine.forget(name)
     engine.check_idle()
     assert together > 32, "there was no crowd"
-    assert [outputs[f"wanted-{i}"] for i in range(len(prompts))] == oracle
+    assert [made[f"wanted-{i}"] for i in range(len(prompts))] == outputs
+
+
+def test_chunked_preempted_cold_and_warm(prompts: list[list[int]], outputs: list[list[int]]) -> None:
+    """Four tokens a step; each is preempted at the border of a block or, if it meets none, after five tokens."""
+    chosen, length = range(13, 17), 8
+    engine = build(max_num_seqs=4, max_num_batched_tokens=4, kv_cache_memory_bytes=1 << 26)
+    params = SamplingParams(temperature=0, max_tokens=length)
+    for run in ("cold", "warm"):
+        contexts = [engine.add(str(index), prompts[index], params) for index in chosen]
+        while engine.has_work:
+            for context in tuple(engine.scheduler.running):
+                at_border = context.num_computed_tokens % BLOCK_SIZE in (BLOCK_SIZE - 1, 0, 1)
+                late = len(context.output_token_ids) == 5
+                if context.num_preemptions == 0 and context.num_computed_tokens and (at_border or late):
+                    engine.preempt(context.context_id)
+            engine.step()
+            engine.scheduler.check()
+        assert [engine.forget(context.context_id).token_ids for context in contexts] == [
+            outputs[index][:length] for index in chosen
+        ]
+        assert [context.num_preemptions for context in contexts] == [1] * len(chosen)
+        if run == "warm":
+            assert [context.num_cached_tokens for context in contexts] == [
+                len(prompts[index]) // BLOCK_SIZE * BLOCK_SIZE for index in chosen
+            ]
+    engine.check_idle()

@@ -62,17 +62,18 @@ FAMILIES = {"llama": "gqa3-untied", "qwen2": "qwen2", "qwen3": "qwen3", "mistral
 def make(variant: str) -> PreTrainedModel:
     """The model of a variant in float32, always with the same weights; the process's generator is left alone."""
     sizes = {"vocab_size": 160, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
-    settings = {"model_type": "llama", "max_position_embeddings": 256} | sizes | VARIANTS[variant]
+    settings: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 256, **sizes, **VARIANTS[variant]}
     config = AutoConfig.for_model(**settings)
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 # Larger than at initialisation, so that logits spread and every layer shows.
                 spread = torch.randn_like(parameter) * 0.15
                 parameter.copy_(1.0 + spread if "norm" in name else spread)
-    return model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
 
 
 def save(variant: str, directory: Path, **options: Any) -> PreTrainedModel:
