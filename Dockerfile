@@ -4,7 +4,7 @@ FROM python:3.11-slim
 
 ARG PIP_EXTRA_INDEX_URL=
 WORKDIR /src
-COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY constraints.txt pyproject.toml CMakeLists.txt README.md LICENSE ./
 COPY producer producer
 COPY worker worker
 COPY engine engine

@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 MODEL := smollm2-135m
-SOURCES := $(shell find producer worker engine kernels -name '*.py' -o -name '*.lua' -o -name py.typed)
+SOURCES := CMakeLists.txt $(shell find producer worker engine kernels -name "*.py" -o -name "*.lua" -o -name "*.cpp" -o -name "*.h" -o -name py.typed)
 
 .PHONY: demo test soak lint bench clean
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from batonq.engine.config import EngineConfig
 from batonq.engine.engine import Engine, ModelSpec
+from batonq.engine.errors import EngineError
 from batonq.engine.text import Vocabulary
 from batonq.engine.tokenizer import Tokenizer
 
@@ -62,14 +63,18 @@ def load_engine(options: dict[str, Any]) -> tuple[Engine[Tensor], Path]:
     from batonq.engine.models import load_model, resolve_model  # noqa: PLC0415
     from batonq.engine.runner import BackendRunner  # noqa: PLC0415
     from batonq.engine.sampler import TorchSampler  # noqa: PLC0415
-    from batonq.kernels.reference import ReferenceBackend  # noqa: PLC0415
+    from batonq.kernels.backend import make_backend  # noqa: PLC0415
+    from batonq.kernels.errors import KernelError  # noqa: PLC0415
 
     wanted = EngineOptions.from_dict(options)
     model = load_model(resolve_model(wanted.model), wanted.dtype)
     frontend = Frontend(model.directory)
     cache = model.program.kv_cache
     num_blocks = wanted.config.kv_cache_memory_bytes // cache.bytes_per_block
-    backend = ReferenceBackend(model.program, model.weights, num_blocks, wanted.config.num_threads)
+    try:
+        backend = make_backend(model.program, model.weights, num_blocks, wanted.config.num_threads)
+    except KernelError as error:
+        raise EngineError(error.code, error.message, error.param) from error
     eos = frozenset(frontend.tokenizer.eos_token_ids)
     spec = ModelSpec(
         model_id=wanted.served_model_name or model.name,

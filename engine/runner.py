@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 
 from batonq.engine.plan import Plan
+from batonq.kernels.backend import Backend
 from batonq.kernels.batch import Batch
-
-
-class Backend(Protocol):
-    """What computes a batch: the reference in torch, or a library."""
-
-    @property
-    def numerics_id(self) -> str:
-        """Names the arithmetic: results are bitwise equal only between equal ids."""
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits, float32 [rows asked for, vocabulary]."""
 
 
 class BackendRunner:

@@ -39,3 +39,10 @@ class NoCandidates(KernelError):
     def __init__(self, row: int) -> None:
         super().__init__("no_candidates", f"row {row} of the logits leaves no token to draw")
         self.row = row
+
+
+class BackendUnavailable(KernelError):
+    """A backend that can't run here, or can't run this program."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("backend_unavailable", reason)

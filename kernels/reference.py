@@ -88,14 +88,14 @@ class ReferenceBackend:
         if isinstance(op, Linear | LmHead):
             bias = op.bias if isinstance(op, Linear) else NONE
             self._linears[op.weight] = PackedLinear(
-                _materialise(table[op.weight], weights),
-                None if bias == NONE else _materialise(table[bias], weights),
+                materialise(table[op.weight], weights),
+                None if bias == NONE else materialise(table[bias], weights),
             )
             return
         for field in ("weight", "cos", "sin"):
             index = getattr(op, field, NONE)
             if index != NONE and index not in self._weights:
-                self._weights[index] = _materialise(table[index], weights)
+                self._weights[index] = materialise(table[index], weights)
 
     @cached_property
     def numerics_id(self) -> str:
@@ -207,7 +207,7 @@ def _normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
-def _materialise(weight: Weight, tensors: Mapping[str, Tensor]) -> Tensor:
+def materialise(weight: Weight, tensors: Mapping[str, Tensor]) -> Tensor:
     """The tensor of a table entry: its sources joined and converted."""
     parts = []
     for name, rows in zip(weight.sources, weight.source_rows, strict=True):

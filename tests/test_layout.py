@@ -111,7 +111,7 @@ def test_commands_of_compose_and_dockerfile_exist() -> None:
     assert services["worker"]["healthcheck"]["test"][2] in COMMANDS
     dockerfile = (ROOT / "Dockerfile").read_text()
     copied = {word for line in dockerfile.splitlines() if line.startswith("COPY") for word in line.split()[1:-1]}
-    assert set(ROOMS) | {"pyproject.toml", "LICENSE", "README.md", "constraints.txt"} == copied
+    assert set(ROOMS) | {"pyproject.toml", "CMakeLists.txt", "LICENSE", "README.md", "constraints.txt"} == copied
     assert all((ROOT / name).exists() for name in copied)
 
 

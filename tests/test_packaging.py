@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import venv
 import zipfile
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,12 @@ def test_the_wheel_holds_the_four_rooms_and_nothing_else(wheel: Path) -> None:
     shipped = {Path(*Path(name).parts[1:]) for name in names if name.startswith("batonq/")}
     kept = {path.relative_to(ROOT) for room in rooms for path in (ROOT / room).rglob("*") if path.is_file()}
     assert shipped == {path for path in kept if path.suffix in (".py", ".lua", ".typed") or path.name == "py.typed"}
+
+
+def test_where_there_is_a_compiler_the_library_is_shipped() -> None:
+    """The environment of the tests itself was installed so, unless it has no compiler."""
+    library = resources.files("batonq.kernels") / "libbatonq_cpu.so"
+    assert library.is_file() or shutil.which("c++") is None
 
 
 def test_a_light_install_can_enqueue(wheel: Path, tmp_path: Path) -> None:

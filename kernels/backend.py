@@ -1,0 +1,54 @@
+"""What computes a batch, and which of the backends that is here."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from batonq.kernels.batch import Batch
+from batonq.kernels.cpu_backend import ISA_VARIABLE, CpuBackend
+from batonq.kernels.errors import BackendUnavailable
+from batonq.kernels.program import Program
+from batonq.kernels.reference import ReferenceBackend
+
+#: Value of `BATONQ_CPU_ISA` that asks for the reference in torch.
+TORCH = "torch"
+
+logger = logging.getLogger(__name__)
+
+
+class Backend(Protocol):
+    """Owns a program's packed weights and the memory of its KV blocks."""
+
+    @property
+    def numerics_id(self) -> str:
+        """Names the arithmetic: results are bitwise equal only between equal ids."""
+
+    @property
+    def layout_id(self) -> str:
+        """Names how the bytes of a KV block are laid out."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Stores the batch's keys and values; logits, float32 [rows asked for, vocabulary]."""
+
+
+def make_backend(
+    program: Program, weights: Mapping[str, Tensor], num_blocks: int, num_threads: int | None = None
+) -> Backend:
+    """The compiled backend where it can run the program, else the reference in torch.
+
+    `BATONQ_CPU_ISA` asks for an instruction set or for `torch`; BackendUnavailable is raised if it can't be had.
+    """
+    forced = os.environ.get(ISA_VARIABLE)
+    if forced != TORCH:
+        try:
+            return CpuBackend(program, weights, num_blocks, num_threads)
+        except BackendUnavailable as error:
+            if forced:
+                raise
+            logger.warning("computing through torch, which is several times slower: %s", error)
+    return ReferenceBackend(program, weights, num_blocks, num_threads)

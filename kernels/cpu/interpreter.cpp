@@ -1,0 +1,432 @@
+// Runs a model's program (`kernels/program.py`) for one ragged batch: the whole step in one call.
+//
+// All members of the team go through the list of ops together; each does its share of an op, and a barrier ends it.
+// Which member does what never changes a bit (see kernels.h).
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "kernels.h"
+#include "team.h"
+
+namespace batonq {
+
+namespace {
+
+enum Op : int32_t {
+  kEmbed = 1,
+  kRmsNorm = 2,
+  kHeadNorm = 3,
+  kLinear = 4,
+  kRopeStore = 5,
+  kAttention = 6,
+  kActivationMul = 7,
+  kAdd = 8,
+  kSelectRows = 9,
+  kLmHead = 10,
+};
+
+int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+
+// Anonymous memory, zeroed, on huge pages where the kernel has them.
+class Memory {
+ public:
+  Memory() = default;
+  explicit Memory(size_t size) : size_(size) {
+    if (size == 0) return;
+    void* mapped = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    data_ = mapped;
+    madvise(data_, size, MADV_HUGEPAGE);
+  }
+  Memory(Memory&& other) noexcept : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+  Memory& operator=(Memory&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+    return *this;
+  }
+  ~Memory() {
+    if (data_ != nullptr) munmap(data_, size_);
+  }
+  char* data() const { return static_cast<char*>(data_); }
+  size_t size() const { return size_; }
+
+ private:
+  void* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+struct Buffer {
+  bool logits_rows;
+  int64_t width;
+  DType dtype;
+  Memory memory;
+  int64_t stride() const { return round_up(width, kStride); }
+};
+
+// `depth` is `columns` rounded up to what one multiplication takes.
+struct Weight {
+  Memory memory;
+  int64_t rows = 0, columns = 0, depth = 0;
+};
+
+struct BatchView {
+  int64_t tokens, sequences, logits, table_width;
+  const int32_t *token_ids, *positions, *query_start, *store_from, *block_tables, *logits_rows;
+  float* out;
+};
+
+float as_float(int32_t word) {
+  float value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+
+}  // namespace
+
+class Interpreter {
+ public:
+  Interpreter(const Kernels& kernels, const int32_t* words, int64_t count, int threads)
+      : kernels_(kernels), team_(threads) {
+    const int32_t* at = words;
+    kv_heads_ = at[0], head_dim_ = at[1], layers_ = at[2], dtype_ = static_cast<DType>(at[3]), output_ = at[4];
+    vocabulary_ = at[5];
+    const int buffers = at[6], weights = at[7];
+    at += 8;
+    for (int i = 0; i < buffers; ++i, at += 3) {
+      buffers_.push_back({at[0] == 1, at[1], static_cast<DType>(at[2]), Memory()});
+    }
+    weights_.resize(weights);
+    for (; at < words + count; at += 1 + at[0]) ops_.emplace_back(at + 1, at + 1 + at[0]);
+  }
+
+  void allocate_cache(int64_t blocks) {
+    block_bytes_ = static_cast<int64_t>(kv_heads_) * kBlock * head_dim_ * item_size(dtype_);
+    layer_bytes_ = block_bytes_ * blocks;
+    keys_ = Memory(layer_bytes_ * layers_);
+    values_ = Memory(layer_bytes_ * layers_);
+  }
+
+  // A constant that is read as it is: `count` floats.
+  void set_values(int index, const float* data, int64_t count) {
+    weights_[index].memory = Memory(count * sizeof(float));
+    std::memcpy(weights_[index].memory.data(), data, count * sizeof(float));
+  }
+
+  // A matrix [rows, columns] of the program's dtype, for products and embeddings: packed into panels (kernels.h).
+  void set_matrix(int index, const void* data, int64_t rows, int64_t columns) {
+    Weight& weight = weights_[index];
+    weight.rows = rows, weight.columns = columns;
+    weight.depth = dtype_ == DType::kBFloat16 ? round_up(columns, 2) : columns;
+    weight.memory = Memory(round_up(rows, kPanel) * weight.depth * item_size(dtype_));
+    team_.run([&](int rank) {
+      for (int64_t row = rank; row < rows; row += team_.size()) pack_row(weight, data, row);
+    });
+  }
+
+  void cache(void** keys, void** values, int64_t* size) const {
+    *keys = keys_.data();
+    *values = values_.data();
+    *size = layer_bytes_ * layers_;
+  }
+
+  void forward(const BatchView& batch) {
+    batch_ = &batch;
+    for (Buffer& buffer : buffers_) {
+      const int64_t rows = buffer.logits_rows ? batch.logits : batch.tokens;
+      const size_t size = rows * buffer.stride() * item_size(buffer.dtype);
+      if (&buffer != &buffers_[output_] && buffer.memory.size() < size) buffer.memory = Memory(size + size / 2);
+    }
+    sequence_of_.resize(batch.tokens);
+    for (int64_t s = 0; s < batch.sequences; ++s)
+      std::fill(sequence_of_.begin() + batch.query_start[s], sequence_of_.begin() + batch.query_start[s + 1], s);
+    plan_attention();
+    team_.run([&](int rank) {
+      for (const auto& op : ops_) {
+        step(op.data(), rank);
+        team_.barrier();
+      }
+    });
+  }
+
+ private:
+  void pack_row(Weight& weight, const void* data, int64_t row) {
+    const int64_t panel = row / kPanel, lane = row % kPanel;
+    if (dtype_ == DType::kBFloat16) {
+      const bf16* from = static_cast<const bf16*>(data) + row * weight.columns;
+      bf16* to = reinterpret_cast<bf16*>(weight.memory.data()) + panel * kPanel * weight.depth;
+      for (int64_t k = 0; k < weight.columns; ++k) to[(k / 2) * 2 * kPanel + lane * 2 + k % 2] = from[k];
+    } else {
+      const float* from = static_cast<const float*>(data) + row * weight.columns;
+      float* to = reinterpret_cast<float*>(weight.memory.data()) + panel * kPanel * weight.depth;
+      for (int64_t k = 0; k < weight.columns; ++k) to[k * kPanel + lane] = from[k];
+    }
+  }
+
+  Matrix matrix(int index) {
+    Buffer& buffer = buffers_[index];
+    if (index == output_) return {batch_->out, vocabulary_, buffer.dtype};
+    return {buffer.memory.data(), buffer.stride(), buffer.dtype};
+  }
+
+  const float* floats(int index) const { return reinterpret_cast<const float*>(weights_[index].memory.data()); }
+
+  struct Share {
+    int64_t begin, end;
+  };
+  Share share(int64_t count, int rank, int64_t grain = 1) const {
+    const int64_t units = (count + grain - 1) / grain, size = team_.size();
+    return {std::min(count, units * rank / size * grain), std::min(count, units * (rank + 1) / size * grain)};
+  }
+
+  void step(const int32_t* op, int rank) {
+    switch (op[0]) {
+      case kEmbed: return embed(op, rank);
+      case kRmsNorm: return rms_norm(op, rank);
+      case kHeadNorm: return head_norm(op, rank);
+      case kLinear: return product(op[1], op[2], op[3], op[4], rank);
+      case kLmHead: return product(op[1], op[2], -1, op[3], rank);
+      case kRopeStore: return rope_store(op, rank);
+      case kAttention: return attention(op, rank);
+      case kActivationMul: return activation_mul(op, rank);
+      case kAdd: return add(op, rank);
+      case kSelectRows: return select_rows(op, rank);
+    }
+  }
+
+  int64_t rows_of(int buffer) const { return buffers_[buffer].logits_rows ? batch_->logits : batch_->tokens; }
+
+  void embed(const int32_t* op, int rank) {
+    const Weight& weight = weights_[op[1]];
+    const Matrix out = matrix(op[2]);
+    const Share rows = share(batch_->tokens, rank);
+    for (int64_t t = rows.begin; t < rows.end; ++t) {
+      const int64_t id = batch_->token_ids[t], panel = id / kPanel, lane = id % kPanel;
+      if (dtype_ == DType::kBFloat16) {
+        const bf16* from = reinterpret_cast<const bf16*>(weight.memory.data()) + panel * kPanel * weight.depth + lane * 2;
+        for (int64_t k = 0; k < weight.columns; ++k) out.row<bf16>(t)[k] = from[(k / 2) * 2 * kPanel + k % 2];
+      } else {
+        const float* from = floats(op[1]) + panel * kPanel * weight.depth + lane;
+        for (int64_t k = 0; k < weight.columns; ++k) out.row<float>(t)[k] = from[k * kPanel];
+      }
+    }
+  }
+
+  void rms_norm(const int32_t* op, int rank) {
+    const Matrix x = matrix(op[1]), out = matrix(op[3]);
+    const Share rows = share(rows_of(op[1]), rank);
+    for (int64_t t = rows.begin; t < rows.end; ++t)
+      rows_for(x).rms_norm(at(x, t, 0), floats(op[2]), at(out, t, 0), buffers_[op[1]].width, as_float(op[4]));
+  }
+
+  char* at(const Matrix& m, int64_t row, int64_t column) const {
+    return static_cast<char*>(m.data) + (row * m.stride + column) * item_size(m.dtype);
+  }
+
+  const RowKernels& rows_for(const Matrix& m) const { return kernels_.rows[static_cast<int>(m.dtype)]; }
+
+  void head_norm(const int32_t* op, int rank) {
+    const Matrix qkv = matrix(op[1]);
+    const Share rows = share(batch_->tokens, rank);
+    for (int64_t t = rows.begin; t < rows.end; ++t)
+      for (int h = op[3]; h < op[3] + op[4]; ++h) {
+        char* head = at(qkv, t, static_cast<int64_t>(h) * head_dim_);
+        rows_for(qkv).rms_norm(head, floats(op[2]), head, head_dim_, as_float(op[5]));
+      }
+  }
+
+  void product(int x, int w, int bias, int out, int rank) {
+    const Weight& weight = weights_[w];
+    const Product p{matrix(x), matrix(out), weight.memory.data(), bias < 0 ? nullptr : floats(bias), weight.depth,
+                    weight.rows};
+    const int64_t rows = rows_of(x), panels = round_up(weight.rows, kPanel) / kPanel;
+    // Many rows: each member takes some of them through all panels. Few: each takes some panels.
+    if (rows >= 6 * 2 * team_.size()) {
+      const Share mine = share(rows, rank, 6);
+      if (mine.begin < mine.end) kernels_.product(p, 0, panels, mine.begin, mine.end);
+    } else {
+      const Share mine = share(panels, rank);
+      if (mine.begin < mine.end && rows > 0) kernels_.product(p, mine.begin, mine.end, 0, rows);
+    }
+  }
+
+  void rope_store(const int32_t* op, int rank) {
+    const Matrix qkv = matrix(op[1]);
+    const int layer = op[4], q_heads = op[5], half = head_dim_ / 2;
+    const Share rows = share(batch_->tokens, rank);
+    for (int64_t t = rows.begin; t < rows.end; ++t) {
+      const int64_t position = batch_->positions[t];
+      for (int h = 0; h < q_heads + kv_heads_; ++h)
+        rows_for(qkv).rotate(at(qkv, t, static_cast<int64_t>(h) * head_dim_), floats(op[2]) + position * half,
+                             floats(op[3]) + position * half, half);
+      const int64_t s = sequence_of_[t];
+      if (position < batch_->store_from[s]) continue;
+      const int64_t block = batch_->block_tables[s * batch_->table_width + position / kBlock];
+      for (int h = 0; h < kv_heads_; ++h) {
+        const int64_t base = layer * layer_bytes_ + block * block_bytes_ +
+                             static_cast<int64_t>(h) * kBlock * head_dim_ * item_size(dtype_);
+        const char* k = at(qkv, t, static_cast<int64_t>(q_heads + h) * head_dim_);
+        const char* v = at(qkv, t, static_cast<int64_t>(q_heads + kv_heads_ + h) * head_dim_);
+        if (dtype_ == DType::kBFloat16) {
+          store_pairs(k, v, base, position % kBlock);
+        } else {
+          store_floats(k, v, base, position % kBlock);
+        }
+      }
+    }
+  }
+
+  void store_pairs(const char* key, const char* value, int64_t base, int64_t slot) {
+    const bf16 *k = reinterpret_cast<const bf16*>(key), *v = reinterpret_cast<const bf16*>(value);
+    bf16* keys = reinterpret_cast<bf16*>(keys_.data() + base) + (slot / 16) * head_dim_ * 16 + (slot % 16) * 2;
+    for (int d = 0; d < head_dim_; d += 2) keys[d * 16] = k[d], keys[d * 16 + 1] = k[d + 1];
+    bf16* values = reinterpret_cast<bf16*>(values_.data() + base) + (slot / 2) * head_dim_ * 2 + slot % 2;
+    for (int d = 0; d < head_dim_; ++d) values[d * 2] = v[d];
+  }
+
+  void store_floats(const char* key, const char* value, int64_t base, int64_t slot) {
+    const float *k = reinterpret_cast<const float*>(key), *v = reinterpret_cast<const float*>(value);
+    float* keys = reinterpret_cast<float*>(keys_.data() + base) + (slot / 16) * head_dim_ * 16 + slot % 16;
+    for (int d = 0; d < head_dim_; ++d) keys[d * 16] = k[d];
+    std::memcpy(reinterpret_cast<float*>(values_.data() + base) + slot * head_dim_, v, head_dim_ * sizeof(float));
+  }
+
+  struct Tile {
+    int64_t sequence, first;
+    int count;
+  };
+
+  void plan_attention() {
+    tiles_.clear();
+    for (int64_t s = 0; s < batch_->sequences; ++s)
+      for (int64_t t = batch_->query_start[s]; t < batch_->query_start[s + 1]; t += kTileTokens)
+        tiles_.push_back({s, t, static_cast<int>(std::min<int64_t>(kTileTokens, batch_->query_start[s + 1] - t))});
+  }
+
+  void attention(const int32_t* op, int rank) {
+    const int layer = op[3];
+    AttentionJob job{matrix(op[1]), matrix(op[2]), keys_.data() + layer * layer_bytes_,
+                     values_.data() + layer * layer_bytes_, nullptr, batch_->positions, 0, 0, 0, op[4], kv_heads_,
+                     head_dim_, op[6], as_float(op[5])};
+    const int group = op[4] / kv_heads_;
+    const int tokens = std::max(1, std::min(kTileTokens, kMaxRows / group));
+    // Dealt out in turn, so that long sequences fall to all members.
+    const int64_t jobs = static_cast<int64_t>(tiles_.size()) * kv_heads_;
+    for (int64_t j = rank; j < jobs; j += team_.size()) {
+      const Tile& tile = tiles_[j / kv_heads_];
+      job.kv_head = static_cast<int>(j % kv_heads_);
+      job.block_table = batch_->block_tables + tile.sequence * batch_->table_width;
+      for (int done = 0; done < tile.count; done += tokens) {
+        job.first = tile.first + done;
+        job.count = std::min(tokens, tile.count - done);
+        rows_for(job.qkv).attend(job);
+      }
+    }
+  }
+
+  void activation_mul(const int32_t* op, int rank) {
+    const Matrix x = matrix(op[1]), out = matrix(op[2]);
+    const int64_t width = buffers_[op[2]].width;
+    const Share rows = share(rows_of(op[1]), rank);
+    for (int64_t t = rows.begin; t < rows.end; ++t)
+      rows_for(x).silu_mul(at(x, t, 0), at(x, t, width), at(out, t, 0), width);
+  }
+
+  void add(const int32_t* op, int rank) {
+    const Matrix x = matrix(op[1]), y = matrix(op[2]), out = matrix(op[3]);
+    const Share rows = share(rows_of(op[1]), rank);
+    for (int64_t t = rows.begin; t < rows.end; ++t)
+      rows_for(x).add(at(x, t, 0), at(y, t, 0), at(out, t, 0), buffers_[op[1]].width);
+  }
+
+  void select_rows(const int32_t* op, int rank) {
+    const Matrix x = matrix(op[1]), out = matrix(op[2]);
+    const Share rows = share(batch_->logits, rank);
+    for (int64_t l = rows.begin; l < rows.end; ++l)
+      std::memcpy(at(out, l, 0), at(x, batch_->logits_rows[l], 0), buffers_[op[2]].width * item_size(x.dtype));
+  }
+
+  static constexpr int kTileTokens = 8;
+
+  const Kernels& kernels_;
+  Team team_;
+  int kv_heads_, head_dim_, layers_, output_, vocabulary_;
+  DType dtype_;
+  std::vector<Buffer> buffers_;
+  std::vector<Weight> weights_;
+  std::vector<std::vector<int32_t>> ops_;
+  int64_t block_bytes_ = 0, layer_bytes_ = 0;
+  Memory keys_, values_;
+  const BatchView* batch_ = nullptr;
+  std::vector<int64_t> sequence_of_;
+  std::vector<Tile> tiles_;
+};
+
+}  // namespace batonq
+
+using batonq::Interpreter;
+
+#define EXPORT __attribute__((visibility("default")))
+
+// Nothing throws across this border: what can't be done returns null or false.
+extern "C" {
+
+// Name of the best instruction set of this machine; null if there is none that the library was made for.
+EXPORT const char* batonq_best_isa() { return batonq::best_isa(); }
+
+// `words` is the program as `kernels/cpu_backend.py` writes it. Null without memory, or without the instruction set.
+EXPORT Interpreter* batonq_create(const char* isa, const int32_t* words, int64_t count, int64_t blocks, int threads) {
+  const batonq::Kernels* kernels = batonq::find_kernels(isa);
+  if (kernels == nullptr) return nullptr;
+  try {
+    auto interpreter = std::make_unique<Interpreter>(*kernels, words, count, threads);
+    interpreter->allocate_cache(blocks);
+    return interpreter.release();
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+EXPORT bool batonq_set_values(Interpreter* self, int index, const float* data, int64_t count) {
+  try {
+    self->set_values(index, data, count);
+  } catch (const std::exception&) {
+    return false;
+  }
+  return true;
+}
+
+EXPORT bool batonq_set_matrix(Interpreter* self, int index, const void* data, int64_t rows, int64_t columns) {
+  try {
+    self->set_matrix(index, data, rows, columns);
+  } catch (const std::exception&) {
+    return false;
+  }
+  return true;
+}
+
+// Arrays as in `kernels/batch.py`; `out` is float32 [logits, vocabulary].
+EXPORT bool batonq_forward(Interpreter* self, int64_t tokens, int64_t sequences, int64_t logits, int64_t table_width,
+                    const int32_t* token_ids, const int32_t* positions, const int32_t* query_start,
+                    const int32_t* store_from, const int32_t* block_tables, const int32_t* logits_rows, float* out) {
+  try {
+    self->forward({tokens, sequences, logits, table_width, token_ids, positions, query_start, store_from, block_tables,
+                   logits_rows, out});
+  } catch (const std::exception&) {
+    return false;
+  }
+  return true;
+}
+
+// First bytes of the keys and values of all layers, and their size, for tests and for moving blocks.
+EXPORT void batonq_cache(Interpreter* self, void** keys, void** values, int64_t* size) { self->cache(keys, values, size); }
+
+EXPORT void batonq_destroy(Interpreter* self) { delete self; }
+}

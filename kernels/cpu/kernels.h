@@ -1,0 +1,89 @@
+// The arithmetic for one instruction set: what `interpreter.cpp` calls for each op.
+//
+// Exactness: every output element has one chain of accumulation in a fixed order, whatever the number of rows, so a row's
+// bits depend neither on its neighbours nor on how rows and columns are dealt out to threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace batonq {
+
+using bf16 = uint16_t;
+
+constexpr int kPanel = 64;   // columns of a packed weight panel
+constexpr int kBlock = 32;   // tokens of a KV block
+constexpr int kStride = 32;  // rows of activations are padded with zeros to a multiple of this
+constexpr int kMaxHeadDim = 256;
+constexpr int kMaxRows = 32;  // query heads times tokens of one attention job
+
+enum class DType : int { kFloat32 = 0, kBFloat16 = 1 };
+
+inline size_t item_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// A matrix of activations; `stride` in elements.
+struct Matrix {
+  void* data;
+  int64_t stride;
+  DType dtype;
+
+  template <typename T>
+  T* row(int64_t index) const {
+    return static_cast<T*>(data) + index * stride;
+  }
+};
+
+// out = x · wᵀ (+ bias), for panels [first, last) of a packed weight with `columns` columns and depth `depth`, and rows
+// [begin, end). Packed: bf16 [panel][depth/2][64][2], fp32 [panel][depth][64]; depth and columns are padded with zeros.
+struct Product {
+  Matrix x;
+  Matrix out;
+  const void* packed;
+  const float* bias;
+  int64_t depth;
+  int64_t columns;
+};
+
+// One sequence's new tokens [first, first + count) of the batch against its blocks.
+struct AttentionJob {
+  Matrix qkv;
+  Matrix out;
+  // Of this layer. Keys: [block][kv_head][2][head_dim/2][16][2] in bf16, [block][kv_head][2][head_dim][16] in fp32.
+  const void* keys;
+  // Values: [block][kv_head][16][head_dim][2] (pairs of tokens) in bf16, [block][kv_head][32][head_dim] in fp32.
+  const void* values;
+  const int32_t* block_table;
+  const int32_t* positions;
+  int64_t first;
+  int count;
+  int kv_head;
+  int q_heads;
+  int kv_heads;
+  int head_dim;
+  int window;
+  float scale;
+};
+
+// The ops on rows, for one dtype of activations.
+struct RowKernels {
+  void (*rms_norm)(const void* x, const float* weight, void* out, int64_t width, float eps);
+  void (*silu_mul)(const void* gate, const void* up, void* out, int64_t width);
+  void (*add)(const void* x, const void* y, void* out, int64_t width);
+  // In place: the halves a, b of a head become a·cos - b·sin and b·cos + a·sin.
+  void (*rotate)(void* head, const float* cos, const float* sin, int64_t half);
+  void (*attend)(const AttentionJob& job);
+};
+
+// Everything for one instruction set.
+struct Kernels {
+  const char* name;
+  void (*product)(const Product& p, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end);
+  RowKernels rows[2];  // by DType
+};
+
+// The kernels of an instruction set by name, or null if this CPU or operating system doesn't have it.
+const Kernels* find_kernels(const char* name);
+// The name of the best one here; null if there is none.
+const char* best_isa();
+
+}  // namespace batonq

@@ -1,0 +1,201 @@
+"""The CPU backend: hands a program to the compiled interpreter of `kernels/cpu/`, and a whole step to it in one call.
+
+Its bits depend on nothing but a sequence's own tokens: not on neighbours, chunks, threads or where blocks lie. They may
+differ between instruction sets, which the numerics id names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache, cached_property
+from importlib import resources
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from batonq.kernels import probe
+from batonq.kernels.batch import Batch
+from batonq.kernels.errors import BackendUnavailable
+from batonq.kernels.program import Embed, Linear, LmHead, Program
+from batonq.kernels.reference import materialise
+
+#: Raised whenever a change of the library may alter a bit of any result.
+KERNEL_VERSION = 1
+
+#: Environment variable that forces an instruction set: avx512bf16, avx512 or avx2.
+ISA_VARIABLE = "BATONQ_CPU_ISA"
+
+#: Bounds of the attention kernel (`kMaxHeadDim`, `kMaxRows` in kernels.h).
+_MAX_HEAD_DIM, _MAX_GROUP = 256, 32
+
+_LIBRARY = "libbatonq_cpu.so"
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    path = resources.files("batonq.kernels") / _LIBRARY
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BackendUnavailable(
+            f"{_LIBRARY} can't be loaded; it is built where pip finds a compiler: {error}"
+        ) from None
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    library.batonq_best_isa.restype = ctypes.c_char_p
+    library.batonq_create.restype = pointer
+    library.batonq_create.argtypes = [ctypes.c_char_p, pointer, integer, integer, ctypes.c_int]
+    library.batonq_destroy.argtypes = [pointer]
+    library.batonq_set_values.restype = library.batonq_set_matrix.restype = ctypes.c_bool
+    library.batonq_set_values.argtypes = [pointer, ctypes.c_int, pointer, integer]
+    library.batonq_set_matrix.argtypes = [pointer, ctypes.c_int, pointer, integer, integer]
+    library.batonq_forward.restype = ctypes.c_bool
+    library.batonq_forward.argtypes = [pointer, *[integer] * 4, *[pointer] * 7]
+    library.batonq_cache.argtypes = [pointer, *[pointer] * 3]
+    return library
+
+
+def best_isa() -> str:
+    """The instruction set that is used here: `BATONQ_CPU_ISA`, or the best one. Raises BackendUnavailable."""
+    forced = os.environ.get(ISA_VARIABLE)
+    found = forced or (_library().batonq_best_isa() or b"").decode()
+    if not found:
+        raise BackendUnavailable("this CPU has none of the instruction sets avx512bf16, avx512, avx2")
+    return found
+
+
+def why_not(program: Program) -> str | None:
+    """What keeps a program from running here; None if nothing does."""
+    spec = program.kv_cache
+    groups = {op.q_heads // spec.kv_heads for op in program.ops if hasattr(op, "q_heads")}
+    if spec.head_dim % 16 or spec.head_dim > _MAX_HEAD_DIM:
+        return f"head_dim is {spec.head_dim}, not a multiple of 16 up to {_MAX_HEAD_DIM}"
+    if max(groups, default=1) > _MAX_GROUP:
+        return f"{max(groups)} query heads share a KV head, more than {_MAX_GROUP}"
+    return None
+
+
+def encode(program: Program) -> npt.NDArray[np.int32]:
+    """A program as the library reads it: sizes, the buffer table, then each op's length, code and fields.
+
+    Floats are stored as their bits; fields are in the order in which `kernels/program.py` declares them.
+    """
+    spec = program.kv_cache
+    words = [spec.kv_heads, spec.head_dim, spec.layers, program.dtype, program.output, program.vocab_size]
+    words += [len(program.buffers), len(program.weights)]
+    for buffer in program.buffers:
+        words += [buffer.rows, buffer.width, buffer.dtype]
+    for op in program.ops:
+        values = [getattr(op, field.name) for field in fields(op)]
+        words += [1 + len(values), op.code, *(_bits(v) if isinstance(v, float) else v for v in values)]
+    return np.array([int(word) for word in words], np.int32)
+
+
+def _bits(value: float) -> int:
+    bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
+    return bits
+
+
+class CpuBackend:
+    """A program with its weights, packed, and a KV cache of `num_blocks` blocks, zeroed, in the library's memory.
+
+    `weights` as for `ReferenceBackend`; they are not kept. `num_threads` are the library's own, the caller's included.
+    Raises BackendUnavailable if the library, the instruction set or the memory isn't there.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        weights: Mapping[str, Tensor],
+        num_blocks: int,
+        num_threads: int | None = None,
+        isa: str | None = None,
+    ) -> None:
+        if reason := why_not(program):
+            raise BackendUnavailable(reason)
+        self.program = program
+        self.isa = isa or best_isa()
+        self.num_threads = num_threads or available_cores()
+        self._library = _library()
+        words = encode(program)
+        self._handle = self._library.batonq_create(
+            self.isa.encode(), words.ctypes.data, len(words), num_blocks, self.num_threads
+        )
+        if not self._handle:
+            size = num_blocks * program.kv_cache.bytes_per_block
+            raise BackendUnavailable(f"no instruction set {self.isa} here, or no memory for {size} bytes of KV cache")
+        matrices = {op.weight for op in program.ops if isinstance(op, Linear | LmHead | Embed)}
+        for index, weight in enumerate(program.weights):
+            self._set_weight(index, materialise(weight, weights).contiguous(), index in matrices)
+
+    def _set_weight(self, index: int, tensor: Tensor, is_matrix: bool) -> None:
+        if is_matrix:
+            done = self._library.batonq_set_matrix(self._handle, index, tensor.data_ptr(), *tensor.shape)
+        else:
+            tensor = tensor.float().contiguous()
+            done = self._library.batonq_set_values(self._handle, index, tensor.data_ptr(), tensor.numel())
+        if not done:
+            raise BackendUnavailable(f"no memory for weight {self.program.weights[index].name}")
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._library.batonq_destroy(self._handle)
+            self._handle = None
+
+    @cached_property
+    def numerics_id(self) -> str:
+        """Names the arithmetic: two backends with the same id give the same bits."""
+        dtype = self.program.dtype
+        forward = CpuBackend(probe.program(dtype), probe.weights(dtype), probe.NUM_BLOCKS, 1, self.isa).forward
+        return f"{dtype.label}-{self.isa}-{KERNEL_VERSION}-{probe.digest(forward)}"
+
+    @property
+    def layout_id(self) -> str:
+        """Names how the bytes of a KV block are laid out: those of kernels.h."""
+        spec = self.program.kv_cache
+        return f"cpu-{spec.dtype.label}-{spec.layers}x{spec.kv_heads}x{spec.block_size}x{spec.head_dim}"
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Runs a batch: stores its keys and values, and returns the logits [L, vocab] in float32 of the wanted rows."""
+        logits = torch.empty((len(batch.logits_rows), self.program.vocab_size), dtype=torch.float32)
+        arrays = [
+            np.ascontiguousarray(array)
+            for array in (
+                batch.token_ids,
+                batch.positions,
+                batch.query_start,
+                batch.store_from,
+                batch.block_tables,
+                batch.logits_rows,
+            )
+        ]
+        sizes = (len(batch.token_ids), len(batch.context_len), len(batch.logits_rows), batch.block_tables.shape[1])
+        pointers = (array.ctypes.data for array in arrays)
+        if not self._library.batonq_forward(self._handle, *sizes, *pointers, logits.data_ptr()):
+            raise MemoryError(f"no memory for the activations of {sizes[0]} tokens")
+        return logits
+
+    def cache_bytes(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """The memory of all keys and of all values, layer by layer, block by block; a view, valid as long as this."""
+        keys, values, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int64()
+        self._library.batonq_cache(self._handle, ctypes.byref(keys), ctypes.byref(values), ctypes.byref(size))
+        views = (
+            np.ctypeslib.as_array((ctypes.c_uint8 * size.value).from_address(p.value or 0)) for p in (keys, values)
+        )
+        return next(views), next(views)
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity, and the quota of its control group, rounded up."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:  # noqa: PTH123 - a kernel file, not a path
+            quota, period = file.read().split()
+    except OSError:
+        return cores
+    return cores if quota == "max" else max(1, min(cores, -(-int(quota) // int(period))))

@@ -1,0 +1,221 @@
+"""The compiled CPU backend: close to the reference, and bitwise the same whatever runs beside, before or around it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from batonq.kernels import probe
+from batonq.kernels.cpu_backend import CpuBackend, best_isa, why_not
+from batonq.kernels.errors import BackendUnavailable
+from batonq.kernels.program import (
+    NONE,
+    Activation,
+    ActivationMul,
+    Add,
+    Attention,
+    DType,
+    Embed,
+    HeadNorm,
+    KVCacheSpec,
+    Linear,
+    LmHead,
+    Program,
+    ProgramBuilder,
+    RmsNorm,
+    RopeStore,
+    Rows,
+    SelectRows,
+)
+from batonq.kernels.reference import ReferenceBackend
+from tests.support.batches import Piece, blocks_of, make_batch
+
+ISAS = ("avx512bf16", "avx512", "avx2")
+NUM_BLOCKS = 64
+MAX_POSITIONS = 160
+
+
+def program(dtype: DType, *, head_dim: int = 32, kv_heads: int = 2, group: int = 3, window: int = 0) -> Program:
+    """Two layers with every op there is, and sizes that divide nothing: 37 columns, 51 units, 131 tokens, biases."""
+    b = ProgramBuilder()
+    q_heads = kv_heads * group
+    width, units, vocab = 37, 51, 131
+    qkv_width = (q_heads + 2 * kv_heads) * head_dim
+    buffers = {"x": width, "normed": width, "qkv": qkv_width, "mixed": q_heads * head_dim, "gated": 2 * units}
+    buffers |= {"unit": units, "update": width}
+    x, normed, qkv, mixed, gated, unit, update = (b.buffer(name, columns, dtype) for name, columns in buffers.items())
+    chosen = b.buffer("chosen", width, dtype, Rows.LOGITS)
+    logits = b.buffer("logits", vocab, DType.FLOAT32, Rows.LOGITS)
+    cos, sin = (b.weight(name, (MAX_POSITIONS, head_dim // 2), DType.FLOAT32) for name in ("cos", "sin"))
+    embedding = b.weight("embedding", (vocab, width), dtype)
+    b.add(Embed(embedding, x))
+    for layer in range(2):
+
+        def matrix(name: str, rows: int, columns: int, layer: int = layer) -> int:
+            return b.weight(f"{layer}.{name}", (rows, columns), dtype)
+
+        b.add(RmsNorm(x, b.weight(f"{layer}.norm", (width,), dtype), normed, 1e-5))
+        bias = b.weight(f"{layer}.bias", (qkv_width,), dtype)
+        b.add(Linear(normed, matrix("qkv", qkv_width, width), bias, qkv))
+        b.add(HeadNorm(qkv, b.weight(f"{layer}.q_norm", (head_dim,), dtype), 0, q_heads, 1e-6))
+        b.add(HeadNorm(qkv, b.weight(f"{layer}.k_norm", (head_dim,), dtype), q_heads, kv_heads, 1e-6))
+        b.add(RopeStore(qkv, cos, sin, layer, q_heads))
+        b.add(Attention(qkv, mixed, layer, q_heads, head_dim**-0.5, window))
+        b.add(Linear(mixed, matrix("o", width, q_heads * head_dim), NONE, update))
+        b.add(Add(x, update, x))
+        b.add(Linear(x, matrix("gate_up", 2 * units, width), NONE, gated))
+        b.add(ActivationMul(gated, unit, Activation.SILU))
+        b.add(Linear(unit, matrix("down", width, units), NONE, update))
+        b.add(Add(x, update, x))
+    b.add(SelectRows(x, chosen))
+    b.add(LmHead(chosen, embedding, logits))
+    return b.build(KVCacheSpec(2, kv_heads, head_dim, dtype), vocab, MAX_POSITIONS, dtype, logits)
+
+
+def weights(built: Program) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    # Scaled by the length of a sum, so that values stay near 1 through the layers.
+    made = {w.name: torch.randn(w.shape, generator=generator) * w.shape[-1] ** -0.5 for w in built.weights}
+    for name in (name for name in made if "norm" in name):
+        made[name] = 1.0 + made[name]
+    angles = torch.outer(torch.arange(MAX_POSITIONS), 100.0 ** -torch.linspace(0, 1, made["cos"].shape[1]))
+    return made | {"cos": angles.cos(), "sin": angles.sin()}
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    try:
+        CpuBackend(probe.program(DType.FLOAT32), probe.weights(DType.FLOAT32), 1, 1, name)
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    return name
+
+
+def dirty(backend: CpuBackend) -> None:
+    """What a reused block may hold in slots that nobody has written yet: NaN in every dtype."""
+    for memory in backend.cache_bytes():
+        memory[:] = 0xFF
+
+
+def alone(backend: CpuBackend | ReferenceBackend, tokens: list[int]) -> torch.Tensor:
+    """Logits at all positions of a sequence that is computed at once."""
+    return backend.forward(make_batch([Piece(tokens, 0, len(tokens), list(range(blocks_of(len(tokens)))))]))
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"window": 20},
+        {"window": 1},
+        {"head_dim": 16, "group": 1, "kv_heads": 3},
+        {"head_dim": 80, "group": 5, "kv_heads": 1},
+        {"head_dim": 128, "group": 8, "kv_heads": 1, "window": 45},
+    ],
+    ids=str,
+)
+def test_it_computes_what_the_reference_does(isa: str, dtype: DType, shape: dict[str, int]) -> None:
+    built = program(dtype, **shape)
+    backend = CpuBackend(built, weights(built), NUM_BLOCKS, 2, isa)
+    dirty(backend)
+    tokens = random.Random(1).choices(range(131), k=101)
+    got = alone(backend, tokens)
+    reference = alone(ReferenceBackend(built, weights(built), NUM_BLOCKS), tokens)
+    if dtype is DType.FLOAT32:
+        torch.testing.assert_close(got, reference, atol=1e-5 * reference.std().item(), rtol=1e-4)
+        return
+    # bf16 rounds after each op, and sums in another order than the reference: neither may be much further off.
+    exact = program(DType.FLOAT32, **shape)
+    truth = alone(ReferenceBackend(exact, weights(exact), NUM_BLOCKS), tokens)
+    ours, theirs = (got - truth).abs(), (reference - truth).abs()
+    assert ours.max() < 2 * theirs.max()
+    assert ours.mean() < 1.2 * theirs.mean()
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+def test_bits_depend_on_the_sequence_alone(isa: str, dtype: DType, window: int, threads: int) -> None:
+    """Any chunks, any neighbours, any blocks, dirty tails, any number of threads; prefill gives decode's bits."""
+    chance = random.Random(threads)
+    built = program(dtype, window=window)
+    sequences = [chance.choices(range(131), k=chance.randint(1, 140)) for _ in range(9)]
+    single = CpuBackend(built, weights(built), NUM_BLOCKS, 1, isa)
+    expected = [alone(single, tokens) for tokens in sequences]
+    backend = CpuBackend(built, weights(built), NUM_BLOCKS, threads, isa)
+    dirty(backend)
+    free = chance.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    blocks = [[free.pop() for _ in range(blocks_of(len(tokens)))] for tokens in sequences]
+    done = [0] * len(sequences)
+    while any(at < len(tokens) for at, tokens in zip(done, sequences, strict=True)):
+        running = [i for i, tokens in enumerate(sequences) if done[i] < len(tokens)]
+        chosen = chance.sample(running, chance.randint(1, len(running)))
+        pieces, ends = [], []
+        for i in chosen:
+            end = min(len(sequences[i]), done[i] + chance.choice([1, 1, 2, 7, 31, 33, 64]))
+            pieces.append(Piece(sequences[i], done[i], end, blocks[i]))
+            ends.append(end)
+        logits = backend.forward(make_batch(pieces))
+        at = 0
+        for i, end in zip(chosen, ends, strict=True):
+            count = end - done[i]
+            assert torch.equal(logits[at : at + count], expected[i][done[i] : end]), (i, done[i], end)
+            at += count
+            done[i] = end
+
+
+def test_a_query_only_row_reads_and_does_not_store(isa: str) -> None:
+    built = program(DType.BFLOAT16)
+    backend = CpuBackend(built, weights(built), NUM_BLOCKS, 2, isa)
+    tokens = list(range(64))
+    expected = alone(backend, tokens)
+    before = [memory.copy() for memory in backend.cache_bytes()]
+    got = backend.forward(make_batch([Piece(tokens, 63, 64, [0, 1], query_only=True)]))
+    assert torch.equal(got[0], expected[63])
+    for memory, kept in zip(backend.cache_bytes(), before, strict=True):
+        assert np.array_equal(memory, kept)
+
+
+def test_no_row_and_no_logits(isa: str) -> None:
+    built = program(DType.FLOAT32)
+    backend = CpuBackend(built, weights(built), NUM_BLOCKS, 2, isa)
+    quiet = backend.forward(make_batch([Piece([5, 6], 0, 2, [3], logits=False)]))
+    assert quiet.shape == (0, 131)
+
+
+def test_a_vocabulary_of_152k(isa: str) -> None:
+    b = ProgramBuilder()
+    x = b.buffer("x", 16, DType.BFLOAT16)
+    chosen = b.buffer("chosen", 16, DType.BFLOAT16, Rows.LOGITS)
+    logits = b.buffer("logits", 151_936, DType.FLOAT32, Rows.LOGITS)
+    embedding = b.weight("embedding", (151_936, 16), DType.BFLOAT16)
+    b.add(Embed(embedding, x))
+    b.add(SelectRows(x, chosen))
+    b.add(LmHead(chosen, embedding, logits))
+    built = b.build(KVCacheSpec(1, 1, 16, DType.BFLOAT16), 151_936, 8, DType.BFLOAT16, logits)
+    table = torch.randn(151_936, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    got = CpuBackend(built, {"embedding": table}, 1, 2, isa).forward(make_batch([Piece([151_935, 7], 0, 2, [0])]))
+    torch.testing.assert_close(got.double(), table[[151_935, 7]].double() @ table.double().T, atol=1e-4, rtol=1e-4)
+
+
+def test_the_numerics_id_names_the_instruction_set(isa: str) -> None:
+    first, second = (CpuBackend(probe.program(dtype), probe.weights(dtype), 3, 2, isa).numerics_id for dtype in DType)
+    assert first.startswith(f"float32-{isa}-1-")
+    assert second.startswith(f"bfloat16-{isa}-1-")
+
+
+def test_what_it_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_not(program(DType.FLOAT32)) is None
+    odd = program(DType.FLOAT32, head_dim=24)
+    assert why_not(odd) == "head_dim is 24, not a multiple of 16 up to 256"
+    with pytest.raises(BackendUnavailable, match="head_dim is 24"):
+        CpuBackend(odd, weights(odd), 1)
+    monkeypatch.setenv("BATONQ_CPU_ISA", "sse9")
+    assert best_isa() == "sse9"
+    with pytest.raises(BackendUnavailable, match="no instruction set sse9 here"):
+        CpuBackend(program(DType.FLOAT32), weights(program(DType.FLOAT32)), 1)
