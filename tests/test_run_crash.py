@@ -16,6 +16,7 @@ from batonq.producer.progress import Reporter
 from batonq.producer.run import RunOptions
 from batonq.producer.run import run as run_rows
 from batonq.producer.state import RunState
+from tests.support.answering import answer
 from tests.support.running import (
     answered,
     jobs_in_redis,
@@ -30,25 +31,21 @@ from tests.support.running import (
 )
 from tests.support.servers import eventually
 
-_ROWS = 400
+_ROWS = 300
 
 
 def lines(output: Path) -> int:
     return output.read_bytes().count(b"\n") if output.exists() else 0
 
 
-def expected(tmp_path: Path, source: Path) -> list[tuple[str, str]]:
-    """The output of a run that nobody disturbs."""
-    calm = tmp_path / "calm.jsonl"
-    assert run(source, calm).returncode == 0
-    return texts(calm)
+#: The output that is right, however often it is disturbed.
+EXPECTED = sorted((row["custom_id"], answer(row["prompt"])) for row in prompts(_ROWS))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_killed_at_random_and_resumed(tmp_path: Path, seed: int) -> None:
+def test_killed_at_random_and_resumed(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", prompts(_ROWS))
     output = tmp_path / "out.jsonl"
-    draw = random.Random(seed)
+    draw = random.Random(0)
     kills = 0
     while lines(output) < _ROWS - 60:
         target = lines(output) + draw.randint(0, 80)
@@ -64,7 +61,7 @@ def test_killed_at_random_and_resumed(tmp_path: Path, seed: int) -> None:
     assert kills >= 3
     last = run(source, output)
     assert last.returncode == 0, last.stderr
-    assert texts(output) == expected(tmp_path, source)
+    assert texts(output) == EXPECTED
     assert len(answered(output)) == _ROWS  # none of them twice
     assert jobs_in_redis(output) == []
 
@@ -96,7 +93,7 @@ def test_interrupted_once(tmp_path: Path, number: signal.Signals) -> None:
     assert 5 < done < _ROWS
     assert len(answered(output)) == done  # what was finished was also written
     assert run(source, output).returncode == 0
-    assert texts(output) == expected(tmp_path, source)
+    assert texts(output) == EXPECTED
     assert len(answered(output)) == _ROWS
 
 
@@ -132,7 +129,7 @@ def test_interrupted_twice(tmp_path: Path) -> None:
     assert "stopped; the same command resumes" in shown
     eventually(lambda: not leftovers(output), "worker and server gone")
     assert run(source, output).returncode == 0
-    assert texts(output) == expected(tmp_path, source)
+    assert texts(output) == EXPECTED
 
 
 def test_interrupted_while_the_input_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +147,7 @@ def test_interrupted_while_the_input_is_read(tmp_path: Path, monkeypatch: pytest
 def test_two_runs_into_one_output(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", prompts(_ROWS))
     output = tmp_path / "out.jsonl"
-    process = start(source, output, answer_seconds=0.005)
+    process = start(source, output, answer_seconds=0.5)
     eventually(lambda: lines(output) > 0, "a row")
     second = run(source, output)
     assert second.returncode == 1
@@ -163,7 +160,7 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", prompts(_ROWS))
     output = tmp_path / "out.jsonl"
     process = start(source, output, answer_seconds=0.003)
-    for target in (5, 50, 100, 150, 200):  # more often than it may without progress
+    for target in (5, 60, 120, 180):  # more often than it may without progress
         eventually(lambda t=target: lines(output) > t, "rows")  # type: ignore[misc]
         for child in psutil.Process(process.pid).children():
             if "answering" in " ".join(child.cmdline()):
@@ -171,7 +168,7 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
     _, shown = process.communicate(timeout=60)
     assert process.returncode == 0, shown
     assert "started again" in shown
-    assert texts(output) == expected(tmp_path, source)
+    assert texts(output) == EXPECTED
     assert len(answered(output)) == _ROWS
 
 
@@ -216,7 +213,7 @@ def test_a_server_that_dies_stops_the_run_resumably(tmp_path: Path) -> None:
     assert (state_directory(output) / "valkey" / "server.log").exists()
     assert leftovers(output) == []
     assert run(source, output).returncode == 0
-    assert texts(output) == expected(tmp_path, source)
+    assert texts(output) == EXPECTED
 
 
 def test_progress_off_a_terminal_is_lines_and_the_output_is_only_a_file(tmp_path: Path) -> None:

@@ -303,6 +303,23 @@ def test_the_example_file_is_good(tmp_path: Path) -> None:
     assert len(read_rows(tmp_path / "out.jsonl")) == len(rows)
 
 
+def test_rows_in_the_order_of_the_input(files: Files, tmp_path: Path) -> None:
+    """Whatever was written in another order before; the errors too, each file by itself."""
+    rows = bad_rows()
+    names = ["good", "line-2", "stream", "line-4", "too long", "foreign", "last"]
+    write_rows(files[0], rows)
+    assert run(*files).returncode == 3
+    assert [row["custom_id"] for row in read_rows(files[1])] != names
+    complete = texts(files[1])
+    assert run(*files, "--order").returncode == 3
+    assert [row["custom_id"] for row in read_rows(files[1])] == names
+    errors = tmp_path / "errors.jsonl"
+    assert run(*files, "--order", "--retry-errors", "--error-file", str(errors)).returncode == 3
+    assert [row["custom_id"] for row in read_rows(files[1])] == ["good", "last"]
+    assert [row["custom_id"] for row in read_rows(errors)] == names[1:-1]
+    assert sorted(texts(files[1]) + texts(errors)) == complete
+
+
 def test_progress_on_a_terminal_is_a_bar(files: Files) -> None:
     write_rows(files[0], prompts(30))
     ours, theirs = os.openpty()
