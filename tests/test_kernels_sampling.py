@@ -26,8 +26,9 @@ from transformers import (
 from batonq.kernels.adjustments import Adjustment, adjusted
 from batonq.kernels.errors import InvalidLogits, NoCandidates
 from batonq.kernels.logprobs import token_logprobs
-from batonq.kernels.philox import MAX_GUMBEL, gumbel, philox4x32
+from batonq.kernels.philox import MAX_GUMBEL, philox4x32
 from batonq.kernels.sampling import SamplingBatch, sample
+from tests.support.sampling_contract import adjust, draw
 
 
 @pytest.mark.parametrize(
@@ -48,46 +49,6 @@ def test_philox_known_answers(counter: Any, key: Any, expected: Any) -> None:
 
 def test_the_largest_gumbel() -> None:
     assert math.isclose(-math.log(-math.log((2**32 - 0.5) * 2.0**-32)), MAX_GUMBEL, abs_tol=1e-9)
-
-
-def adjust_by_the_contract(logits: list[float], p: dict[str, Any]) -> list[float]:
-    """Step 1 of the module's docstring, for one row."""
-    row = list(logits)
-    if p.get("allowed") is not None:
-        row = [x if i in p["allowed"] else -math.inf for i, x in enumerate(row)]
-    row = [-math.inf if i in p.get("banned", ()) else x for i, x in enumerate(row)]
-    for i, bias in p.get("bias", {}).items():
-        row[i] = float(np.float32(row[i] + bias))
-    for i, count in p.get("history", {}).items():
-        value = row[i]
-        value = value / p["repetition_penalty"] if value > 0 else value * p["repetition_penalty"]
-        value -= p["frequency_penalty"] * count
-        value -= p["presence_penalty"] if count > 0 else 0.0
-        row[i] = float(np.float32(value))
-    return row
-
-
-def draw_by_the_contract(logits: list[float], p: dict[str, Any]) -> int:
-    """All the steps of the module's docstring, for one row."""
-    row = adjust_by_the_contract(logits, p)
-    largest = max(row)
-    if p["temperature"] == 0:
-        return row.index(largest)
-    z = [(x - largest) / p["temperature"] for x in row]
-    order = sorted(range(len(row)), key=lambda i: (-row[i], i))
-    if p["top_k"] > 0:
-        order = order[: p["top_k"]]
-    if p["top_p"] < 1:
-        mass = [math.floor(math.exp(z[i]) * 2.0**44) for i in order]
-        total, prefix, length = sum(mass), 0, 0
-        while not length or float(prefix) < p["top_p"] * float(total):
-            prefix += mass[length]
-            length += 1
-        order = order[:length]
-    if p["min_p"] > 0:
-        order = [i for i in order if z[i] >= math.log(p["min_p"])]
-    sums = {i: z[i] + gumbel(p["seed"], p["position"], i) for i in order}
-    return min(order, key=lambda i: (-sums[i], i))
 
 
 FILTERS = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
@@ -153,10 +114,10 @@ def test_every_row_is_drawn_by_the_contract(data: st.DataObject) -> None:
         holes[np.arange(count), generator.integers(0, vocabulary, count)] = False
         logits[holes] = -np.inf
     for row, p in zip(logits, rows, strict=True):
-        if max(adjust_by_the_contract(row.tolist(), p)) == -math.inf:
+        if max(adjust(row.tolist(), p)) == -math.inf:
             p.pop("allowed", None)
             p.pop("banned", None)
-    expected = [draw_by_the_contract(row.tolist(), p) for row, p in zip(logits, rows, strict=True)]
+    expected = [draw(row.tolist(), p) for row, p in zip(logits, rows, strict=True)]
     assert sample(torch.from_numpy(logits), batch_of(rows)) == expected
 
 
@@ -186,7 +147,7 @@ def test_a_large_vocabulary_is_drawn_by_the_contract(scale: float) -> None:
     ]
     for change in changes:
         rows = [PLAIN | change | {"seed": seed} for seed in range(6)]
-        expected = [draw_by_the_contract(row.tolist(), p) for row, p in zip(logits, rows, strict=True)]
+        expected = [draw(row.tolist(), p) for row, p in zip(logits, rows, strict=True)]
         assert sample(logits, batch_of(rows)) == expected
 
 

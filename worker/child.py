@@ -98,7 +98,7 @@ class EngineLoop:
             self._channel.send(Step(0, [to_list(refused)]))
         else:
             self._executions[message.context_id] = message.execution_id
-            if message.streaming:
+            if message.streaming and message.output_token_ids:
                 # What its tokens so far show is in the stream already; a part of a character or of a stop string isn't.
                 context.text.delta(final=False)
 
