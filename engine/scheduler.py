@@ -216,7 +216,7 @@ class Scheduler:
         """Take in what a step's logits gave, and end the contexts that are complete."""
         for row in plan.rows:
             row.context.num_computed_tokens = row.stop
-        outputs = []
+        outputs: list[ContextOutput] = []
         for row, entries in zip(plan.prompt_logprobs_rows, samples.prompt_logprobs, strict=True):
             outputs += self._accept_prompt_logprobs(row.context, entries)
         for row, token, logprobs in zip(plan.sampling_rows, samples.tokens, samples.logprobs, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Literal
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ NEW_TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
 
-def build(**config: int) -> SmolEngine:
-    return load_engine(EngineOptions("smollm2-135m", config=EngineConfig(num_threads=1, **config)).to_dict())[0]
+def build(dtype: Literal["float32", "bfloat16"] = "float32", **config: int) -> SmolEngine:
+    settings = EngineConfig(num_threads=1, **config)
+    return load_engine(EngineOptions("smollm2-135m", dtype=dtype, config=settings).to_dict())[0]
 
 
 @pytest.fixture(scope="module")
@@ -119,4 +121,14 @@ def test_chunked_preempted_cold_and_warm(prompts: list[list[int]], outputs: list
             assert [context.num_cached_tokens for context in contexts] == [
                 len(prompts[index]) // BLOCK_SIZE * BLOCK_SIZE for index in chosen
             ]
+    engine.check_idle()
+
+
+def test_bfloat16_makes_sense_and_is_the_same_in_company() -> None:
+    engine = build("bfloat16", kv_cache_memory_bytes=1 << 26)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    (alone,) = engine.generate(["The capital of France is"], params)
+    assert "Paris" in alone.text
+    together = engine.generate([*passages(3), "The capital of France is"], params)
+    assert together[-1].token_ids == alone.token_ids
     engine.check_idle()

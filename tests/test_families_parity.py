@@ -5,7 +5,7 @@ Outputs made in one crowd are proven by transformers; every other way to run mus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from batonq.engine.context import Context
 from batonq.engine.engine import Engine
 from batonq.engine.sampling_params import SamplingParams
+from batonq.kernels.cpu_backend import ISA_VARIABLE
 from batonq.kernels.program import BLOCK_SIZE
 from tests.support import tiny_models
 from tests.support.greedy import assert_greedy
@@ -81,10 +82,17 @@ def run(
     return outputs, contexts
 
 
-@pytest.fixture(scope="module", params=tiny_models.FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    directory = tmp_path_factory.mktemp(request.param)
-    oracle = tiny_models.save(tiny_models.FAMILIES[request.param], directory)
+@pytest.fixture(scope="module", params=[*tiny_models.FAMILIES, "mistral in torch"])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    name, *backend = request.param.split(" in ")
+    with pytest.MonkeyPatch.context() as patch:
+        for isa in backend:
+            patch.setenv(ISA_VARIABLE, isa)
+        yield made_family(name, tmp_path_factory.mktemp(name))
+
+
+def made_family(name: str, directory: Path) -> Family:
+    oracle = tiny_models.save(tiny_models.FAMILIES[name], directory)
     tiny_models.save_tokenizer(directory)
     prompts = prompts_of([*LENGTHS, *np.random.default_rng(3).integers(1, 101, 64 - len(LENGTHS)).tolist()])
     engine = tiny_models.engine(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batonq.engine.models import LoadedModel, ModelSource, load_model
+from batonq.kernels.backend import Backend, make_backend
+from batonq.kernels.program import Program
 from batonq.kernels.reference import ReferenceBackend
 from tests.support import models, tiny_models
 from tests.support.batches import Piece, blocks_of, fill_with_nan, make_batch
@@ -59,11 +62,17 @@ def test_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
         torch.testing.assert_close(run_in_chunks(backend, tokens, blocks, cuts), expected, atol=2e-4, rtol=1e-4)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("variant", tiny_models.FAMILIES.values(), ids=tiny_models.FAMILIES)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_neighbours_chunks_and_places_do_not_change_a_bit(loaded: LoadedModel, data: st.DataObject) -> None:
+def test_neighbours_chunks_and_places_do_not_change_a_bit(
+    variant: str, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     dtype = data.draw(st.sampled_from(["float32", "bfloat16"]))
-    model = load_model(ModelSource("tiny", loaded.directory), dtype)  # type: ignore[arg-type]
+    directory = tmp_path_factory.getbasetemp() / f"neighbours-{variant}"
+    if not directory.is_dir():
+        tiny_models.save(variant, directory)
+    model = load_model(ModelSource("tiny", directory), dtype)  # type: ignore[arg-type]
     lengths = data.draw(st.lists(st.integers(1, 100), min_size=1, max_size=5))
     sequences = [tokens_of(length, model.program.vocab_size, index) for index, length in enumerate(lengths)]
     alone = []
@@ -149,8 +158,11 @@ def test_a_query_only_token_has_the_same_logits_and_stores_nothing(loaded: Loade
     assert torch.equal(backend.forward(make_batch([query_only, writer])), expected[-1:])
 
 
+@pytest.mark.parametrize("make", [ReferenceBackend, make_backend])
 @pytest.mark.parametrize("variant", tiny_models.FAMILIES.values(), ids=tiny_models.FAMILIES)
-def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(variant: str, tmp_path: Path) -> None:
+def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(
+    variant: str, make: Callable[[Program, Mapping[str, torch.Tensor], int], Backend], tmp_path: Path
+) -> None:
     oracle = tiny_models.save(variant, tmp_path)
     tokens = tokens_of(60, 160, 6)
     with torch.no_grad():
@@ -158,7 +170,7 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(variant: str, tm
         oracle.to(dtype=torch.bfloat16)  # type: ignore[call-arg]
         theirs = oracle(torch.tensor([tokens])).logits[0].float()
     model = load_model(ModelSource("tiny", tmp_path), "bfloat16")
-    ours = ReferenceBackend(model.program, model.weights, 2).forward(make_batch([Piece(tokens, 0, 60, [1, 0])]))
+    ours = make(model.program, model.weights, 2).forward(make_batch([Piece(tokens, 0, 60, [1, 0])]))
     assert (ours - exact).abs().max() <= 2 * (theirs - exact).abs().max()
     assert (ours - exact).square().mean() < 1.5 * (theirs - exact).square().mean()
 
