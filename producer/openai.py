@@ -68,13 +68,22 @@ def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 def _completion_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     """In parallel lists. The drawn token is among the alternatives, as OpenAI has it."""
-    alternatives = [{top.token: top.logprob for top in (*t.top_logprobs, t)} for t in tokens]
+    alternatives = [{_name(top): top.logprob for top in (*t.top_logprobs, t)} for t in tokens]
     return {
-        "tokens": [token.token for token in tokens],
+        "tokens": [_name(token) for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": alternatives if any(token.top_logprobs for token in tokens) else None,
         "text_offset": _offsets(tokens),
     }
+
+
+def _name(token: TopLogprob) -> str:
+    """A token's text; of one that is no whole characters its bytes, so that two such tokens differ."""
+    try:
+        bytes(token.bytes).decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)
+    return token.token
 
 
 def _offsets(tokens: Sequence[TokenLogprob]) -> list[int]:

@@ -64,7 +64,7 @@ def test_log_probabilities_of_a_completion() -> None:
     form = completion(result(choices=[choice(0, logprobs=logprobs)]), "abc", chat=False)["choices"][0]["logprobs"]
     assert form["text_offset"] == [0, 2, 3, 3]
     assert form["token_logprobs"] == [-0.5, -1.0, -2.0, -3.0]
-    assert form["tokens"][0] == "ab"
+    assert form["tokens"] == ["ab", r"bytes:\xf0\x9f", r"bytes:\x94\xa5", "c"]
     assert form["top_logprobs"][0] == {"x": -0.25, "ab": -0.5}
     plain = completion(result(choices=[choice(0, logprobs=[token(b"a", -1.0)])]), "abc", chat=False)
     assert plain["choices"][0]["logprobs"]["top_logprobs"] is None

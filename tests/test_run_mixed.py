@@ -25,6 +25,9 @@ _KINDS = (
     "stop strings",
     "penalties",
     "logprobs",
+    "several choices",
+    "bias and echo",
+    "chat logprobs",
     "token ids",
     "malformed",
     "too long",
@@ -39,6 +42,9 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "stop strings": {"stop": ["e", "a", "\n", "🔥"], "min_tokens": 2},
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.25},
     "logprobs": {"logprobs": 2},
+    "several choices": {"n": 3},
+    "bias and echo": {"logit_bias": {"65": 5, "66": -100}, "bad_words": ["x"], "echo": True},
+    "chat logprobs": {"logprobs": True, "top_logprobs": 2},
     "token ids": {"token_ids": [1, 2, 3]},
     "too long": {"prompt": "long " * _MODEL_LENGTH},
     "empty": {"prompt": ""},
@@ -65,10 +71,12 @@ def mixed_row(kind: str, i: int) -> Any:
     sampling: dict[str, Any] = {"temperature": 0} if i % 3 == 0 else {"temperature": 0.8, "top_p": 0.9, "seed": i}
     sampling["max_tokens"] = 5 + i % 20
     custom_id = f"{kind} ไทย {i}"
-    if kind in ("chat", "completion"):
-        asked = {"messages": [{"role": "user", "content": f"Say {i}."}]} if kind == "chat" else {"prompt": f"Once {i}"}
-        url = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
-        return {"custom_id": custom_id, "method": "POST", "url": url, "body": asked | sampling | {"user": "u"}}
+    if kind in ("chat", "completion", "chat logprobs"):
+        chat = kind != "completion"
+        asked = {"messages": [{"role": "user", "content": f"Say {i}."}]} if chat else {"prompt": f"Once {i}"}
+        url = "/v1/chat/completions" if chat else "/v1/completions"
+        body = asked | sampling | {"user": "u"} | _FIELDS.get(kind, {})
+        return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
     row = {"custom_id": custom_id, "prompt": f"row {i}"} | sampling
     if kind == "malformed":
         return json.dumps(row).encode()[:-9] + b"\n"
@@ -93,6 +101,22 @@ def mixed_file(path: Path, count: int) -> dict[str, tuple[int, str]]:
             number += 1
     write_rows(path, lines)
     return where
+
+
+def shown_as_asked(kind: str, body: dict[str, Any]) -> None:
+    """Several choices and log probabilities are where OpenAI's clients look for them."""
+    choices = body["choices"]
+    assert [choice["index"] for choice in choices] == list(range(3 if kind == "several choices" else 1))
+    count = body["usage"]["completion_tokens"]
+    if kind == "chat logprobs":
+        content = choices[0]["logprobs"]["content"]
+        assert [len(token["top_logprobs"]) for token in content] == [2] * count
+    elif kind == "logprobs":
+        logprobs = choices[0]["logprobs"]
+        assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["text_offset"]) == count
+        assert all(name in top for name, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))
+    else:
+        assert all(choice["logprobs"] is None for choice in choices)
 
 
 def start(source: Path, output: Path, *options: str, env: dict[str, str]) -> subprocess.Popen[str]:
@@ -132,6 +156,8 @@ def test_killed_at_20_random_times_it_ends_as_the_calm_run(tmp_path: Path) -> No
         line, kind = where[row["custom_id"]]
         assert (row["error"] or {}).get("code") == expected_error(kind), row
         assert row["error"] is None or row["error"]["line"] == line
+        if row["error"] is None:
+            shown_as_asked(kind, row["response"]["body"])
 
     output = tmp_path / "out.jsonl"
     draw = random.Random(20)
