@@ -56,7 +56,7 @@ class Scheduler:
         self._decision_id = 0
 
     def add(self, context: Context) -> None:
-        """Put a new context behind those that wait with its priority or a more urgent one. It must fit the pool alone."""
+        """Put a new context behind those that wait and are as urgent or more. It must fit the pool alone."""
         assert self.pool.blocks_for(context.max_token_limit) <= self.pool.num_blocks
         later = (i for i, other in enumerate(self.waiting) if other.priority > context.priority)
         self.waiting.insert(next(later, len(self.waiting)), context)
