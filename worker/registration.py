@@ -88,11 +88,16 @@ class Registration:
     def show(self, state: str) -> None:
         """Have rq's tools show the worker as "idle", "busy" or "suspended"."""
         if state != self._state:
-            self._connection.hset(self._key, "state", state)
+            with self._connection.pipeline() as pipeline:
+                pipeline.hset(self._key, "state", state)
+                pipeline.expire(self._key, WORKER_TTL + 60)
+                pipeline.execute()
             self._state = state
 
     def heartbeat(self, owned: list[Ownership]) -> None:
         """Renew the records of the worker and of what it runs."""
+        if not self._connection.hexists(self._key, "birth"):  # it expired in a long outage
+            self.birth()
         now = time.time()
         with self._connection.pipeline(transaction=False) as pipeline:
             pipeline.hset(self._key, mapping={"last_heartbeat": iso(now), "state": self._state})
