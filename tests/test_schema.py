@@ -41,6 +41,18 @@ sampling = st.fixed_dictionaries(
         "stop_token_ids": st.lists(st.integers(0, 2**31 - 1), max_size=4) | st.none(),
         "ignore_eos": st.booleans() | st.none(),
         "seed": st.integers(0, MAX_SEED) | st.none(),
+        "repetition_penalty": st.floats(1e-6, 1e6) | st.none(),
+        "presence_penalty": st.floats(-2, 2) | st.none(),
+        "frequency_penalty": st.floats(-2, 2) | st.none(),
+        "logit_bias": st.dictionaries(st.integers(0, 2**31 - 1).map(str), st.floats(-100, 100), max_size=4) | st.none(),
+        "bad_words": st.lists(text, max_size=4) | st.none(),
+        "bad_words_token_ids": st.lists(token_ids, max_size=4) | st.none(),
+        "allowed_token_ids": token_ids | st.none(),
+        "prompt_logprobs": st.integers(0, 20) | st.booleans().filter(lambda given: not given) | st.none(),
+        "include_stop_str_in_output": st.booleans() | st.none(),
+        "skip_special_tokens": st.booleans() | st.none(),
+        "truncate_prompt_tokens": st.integers(1, 10**6) | st.none(),
+        "logprobs": st.integers(0, 20) | st.booleans() | st.none(),
     },
 )
 jobs = st.builds(lambda one, other: {**one, **other}, inputs, sampling)
@@ -79,6 +91,23 @@ def test_null_means_default_in_a_job_too(name: str) -> None:
         ("stop", [""]),
         ("stop_token_ids", [-1]),
         ("temperature", "hot"),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", float("inf")),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("logit_bias", {"5": 100.5}),
+        ("logit_bias", {"-5": 1}),
+        ("logit_bias", {"five": 1}),
+        ("logit_bias", [5]),
+        ("bad_words", [""]),
+        ("bad_words_token_ids", [[]]),
+        ("allowed_token_ids", []),
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -1),
+        ("echo", "perhaps"),
     ],
 )
 def test_a_value_out_of_range_names_its_field(name: str, value: Any) -> None:
@@ -105,6 +134,38 @@ def test_what_a_job_carries_beside_its_prompt(name: str, value: Any) -> None:
 def test_a_number_of_outputs_out_of_range(n: int) -> None:
     error = refusal({"prompt": "a", "n": n})
     assert (error.code, error.param) == ("invalid_parameter", "n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "logprobs"),
+    [
+        ({"logprobs": True, "top_logprobs": 3}, 3),
+        ({"logprobs": True}, 0),
+        ({"logprobs": False}, None),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+        ({"logprobs": 5}, 5),
+        ({"logprobs": 0}, 0),
+    ],
+)
+def test_both_spellings_of_logprobs(fields: dict[str, Any], logprobs: int | None) -> None:
+    assert job_from_flat({"prompt": "a"} | fields).sampling.logprobs == logprobs
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "unsupported_parameter", "sampling.echo"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "echo": True},
+            "unsupported_parameter",
+            "sampling.echo",
+        ),
+        ({"prompt": "a", "top_logprobs": 1}, "invalid_parameter", "sampling"),
+    ],
+)
+def test_what_does_not_go_together(fields: dict[str, Any], code: str, param: str) -> None:
+    error = refusal(fields)
+    assert (error.code, error.param) == (code, param)
 
 
 def test_an_unknown_parameter() -> None:

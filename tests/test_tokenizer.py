@@ -13,6 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from batonq.engine.chat_template import ChatTemplate
 from batonq.engine.errors import ChatTemplateError, ModelNotUsable, NoChatTemplate, UnsupportedModel
+from batonq.engine.loading import Frontend
 from batonq.engine.tokenizer import Tokenizer
 from tests.support.models import smollm2_dir
 
@@ -106,6 +107,35 @@ def test_bos_is_there_once(tmp_path: Path) -> None:
     assert tokenizer.encode("<s>the dog").count(1) == 1
     assert tokenizer.encode("<s>the dog", add_special_tokens=False).count(1) == 1
     assert tokenizer.encode("the dog", add_special_tokens=False).count(1) == 0
+
+
+def test_bos_is_there_once_in_a_conversation(tmp_path: Path) -> None:
+    """Templates write BOS themselves; one that doesn't has none, as in transformers."""
+    sentencepiece(tmp_path, metaspace=False)
+    said = [{"role": "user", "content": "the dog"}]
+    for template, expected in (
+        ("{{ bos_token }}{{ messages[0].content }}", "<s>the dog"),
+        ("{{ messages[0].content }}", "the dog"),
+    ):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        frontend = Frontend(tmp_path)
+        ids = frontend.encode_chat(said)
+        assert ids == frontend.tokenizer.encode(expected, add_special_tokens=False)
+        assert ids.count(1) == expected.count("<s>")
+    assert frontend.encode("<s>the dog") == frontend.encode("the dog")
+
+
+def test_a_conversation_without_a_template_is_refused(tmp_path: Path) -> None:
+    sentencepiece(tmp_path, metaspace=False)
+    with pytest.raises(NoChatTemplate) as caught:
+        Frontend(tmp_path).encode_chat([{"role": "user", "content": "the dog"}])
+    assert (caught.value.code, caught.value.param) == ("no_chat_template", "messages")
+
+
+def test_the_space_before_a_text(tmp_path: Path, smollm2: Tokenizer) -> None:
+    sentencepiece(tmp_path, metaspace=True)
+    assert Frontend(tmp_path).vocabulary.strip_leading_space
+    assert not smollm2.adds_leading_space
 
 
 def test_what_ends_an_output(tmp_path: Path, smollm2: Tokenizer) -> None:
