@@ -302,3 +302,26 @@ def test_a_stock_rq_worker_is_told_what_to_start(valkey: EmbeddedServer, queue: 
     assert job.get_status() == "failed"
     assert latest is not None
     assert "batonq worker" in (latest.exc_string or "")
+
+
+def test_a_stopping_worker_waits_for_a_lost_server_only_so_long(valkey: EmbeddedServer, tmp_path: Path) -> None:
+    """With a second request it goes at once; whoever buries it queues what it held."""
+    with redis.Redis.from_url(valkey.url) as connection:
+        queue = Queue(QUEUE, connection=connection, serializer=serializer)
+        jobs = [enqueue(queue, f"{i}", **LONG) for i in range(4)]
+        with worker(valkey.url, "first", log=tmp_path / "log", **SLOW) as first:
+            eventually(lambda: connection.strlen(keys.tokens(jobs[0].id)) >= 40, "ten tokens are committed")
+            valkey.kill()
+            first.process.send_signal(signal.SIGTERM)
+            eventually(lambda: "trying again" in first.log.read_text(), "it waits for the server")
+            first.process.send_signal(signal.SIGTERM)
+            assert first.wait() == 0
+        assert "stopped before the server could be told everything" in (tmp_path / "log").read_text()
+        again = EmbeddedServer(valkey.directory)
+        try:
+            with worker(valkey.url, "second", "--burst", log=tmp_path / "log", **SLOW) as second:
+                assert second.wait() == 0
+            for i, job in enumerate(jobs):
+                assert result_of(job).choices[0].token_ids == definition(f"{i}", **LONG)
+        finally:
+            again.stop()

@@ -8,6 +8,7 @@ One thread, one loop. It sleeps until the engine says something, the doorbell ri
 from __future__ import annotations
 
 import logging
+import math
 import selectors
 import time
 from collections.abc import Callable
@@ -123,6 +124,7 @@ class Worker:
         #: Whether somebody asked for the death of the engine, so that it is nobody's fault.
         self._killed_on_request = False
         self._num_followed = 0
+        self._stop_deadline = 0.0
         self._next_commit = self._next_heartbeat = self._next_look = self._next_contact = 0.0
         self._selector = selectors.DefaultSelector()
         sources: list[HasFileno] = [*self._intake.doorbells, self._commands, stops, engine]
@@ -343,14 +345,25 @@ class Worker:
             self._selector.register(self._feeder.engine, selectors.EVENT_READ)
 
     def _insist(self, action: Callable[[], object]) -> None:
-        """Repeat something that the server must hear until it has heard it. A second stop request gives up."""
-        while self._stops.count < 2:
+        """Repeat something that the server must hear until it has heard it, or the time for stopping is over.
+
+        What it doesn't hear is not lost: to the server the jobs run on, and whoever buries this worker queues them.
+        """
+        while self._time_to_stop() > 0:
             try:
                 action()
                 return
             except OUTAGE as error:
                 logger.warning("the server can't be used, trying again in %g s: %s", RECONNECT_INTERVAL, error)
                 self._stops.wait(RECONNECT_INTERVAL)
+        logger.error("stopped before the server could be told everything")
+
+    def _time_to_stop(self) -> float:
+        """Seconds left to wind up: no end until a stop request comes, STOP_SECONDS from then, none after a second."""
+        if not self._stops.count:
+            return math.inf
+        self._stop_deadline = self._stop_deadline or time.monotonic() + STOP_SECONDS
+        return self._stop_deadline - time.monotonic() if self._stops.count == 1 else 0.0
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -358,10 +371,9 @@ class Worker:
         """Let the engine finish its step, tell the server everything, give back the rest."""
         engine = self._feeder.engine
         engine.send(Stop())
-        deadline = time.monotonic() + STOP_SECONDS
-        while not engine.gone and self._stops.count < 2 and (left := deadline - time.monotonic()) > 0:
+        while not engine.gone and (left := self._time_to_stop()) > 0:
             self._stops.clear()
-            self._selector.select(left)
+            self._selector.select(min(left, STOP_SECONDS))
             for doorbell in self._intake.doorbells:
                 doorbell.clear()
             self._obey()
@@ -369,6 +381,6 @@ class Worker:
         self._insist(self._flush)
         rest = list(self._ledger.jobs.values())
         self._insist(lambda: self._ledger.release(rest, crashed=False))
-        self._follow_ups.stop(STOP_SECONDS)
+        self._follow_ups.stop(max(0.0, min(STOP_SECONDS, self._time_to_stop())))
         self._insist(self._registration.death)
         logger.info("worker %s stopped; %d unfinished jobs are queued again", self._options.name, len(rest))
