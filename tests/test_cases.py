@@ -59,14 +59,31 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "max_tokens missing": ("test_a_row_without_an_end_ends_by_its_limit",),
     "max_tokens above the room": ("test_a_limit_above_the_room_is_clamped",),
-    "a prompt that begins with BOS already": ("test_tokenizer::test_bos_is_there_once",),
-    "messages and no chat template": ("test_tokenizer::test_where_a_template_comes_from",),
-    "seeded rows, alone or in a crowd": ("test_seeded_rows_in_any_order",),
+    "a prompt that begins with BOS already": (
+        "test_tokenizer::test_bos_is_there_once",
+        "test_tokenizer::test_bos_is_there_once_in_a_conversation",
+    ),
+    "messages and no chat template": ("test_tokenizer::test_a_conversation_without_a_template_is_refused",),
+    "prompt_logprobs on an 8k prompt": ("test_sampling::test_log_probabilities_of_a_prompt_of_8k_take_bounded_memory",),
+    "a stop string inside a token, and across tokens": (
+        "test_text::test_pieces",
+        "test_text::test_500_outputs_streamed_and_whole",
+    ),
+    "characters of many bytes, streamed": ("test_text::test_characters_byte_by_byte",),
+    "penalties among neighbours that come and go": ("test_sampling::test_neighbours_that_come_and_go",),
+    "a mask or bias on a row that leaves": ("test_sampling::test_a_bias_or_mask_ends_with_its_row",),
+    "seeded rows, alone or in a crowd": (
+        "test_seeded_rows_in_any_order",
+        "test_sampling::test_shuffled_and_in_crowds",
+    ),
     "greedy, cold and warm, preempted": (
         "test_families_parity::test_a_warm_cache_in_another_order",
         "test_families_parity::test_preempted_at_every_position_of_the_output",
     ),
-    "temperature 0 with filters": ("test_kernels_sampling::test_every_row_is_drawn_by_the_contract",),
+    "temperature 0 with filters": (
+        "test_kernels_sampling::test_every_row_is_drawn_by_the_contract",
+        "test_sampling::test_greedy_whatever_the_filters",
+    ),
     "a finished job, then registry cleanup": ("test_registry_cleanup_changes_no_job_that_has_ended",),
     "the same submission twice": (
         "test_producer_client::test_the_same_id_is_enqueued_once",
