@@ -18,9 +18,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from rq import Queue
-from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry, clean_registries
+from rq.registry import (
+    CanceledJobRegistry,
+    FailedJobRegistry,
+    FinishedJobRegistry,
+    StartedJobRegistry,
+    clean_registries,
+)
 
-from batonq.producer import keys, serializer
+from batonq.producer import Producer, keys, serializer
 from batonq.producer.schema import FUNCTION
 from batonq.worker.messages import pack_ids
 from batonq.worker.scripts import Claim, Committed, ContextCommit, ContextEnd, Ending, Finished, Scripts
@@ -48,6 +54,7 @@ class JobLives(RuleBasedStateMachine):
         self.connection.flushall()
         self.scripts = Scripts(self.connection)
         self.queue = Queue(QUEUE, connection=self.connection, serializer=serializer)
+        self.producer = Producer(self.connection)
         self.jobs: dict[str, ModelJob] = {}
         self.claims: list[tuple[str, Claim]] = []
         self.count = 0
@@ -157,6 +164,15 @@ class JobLives(RuleBasedStateMachine):
                     job.status, job.owner = "queued", None
                     assert self.connection.lindex(self.queue.key, 0) == claim.ownership.job_id.encode()
 
+    @rule(pick=st.integers(0, 99))
+    def cancel(self, pick: int) -> None:
+        if self.jobs:
+            job_id, job = list(self.jobs.items())[pick % len(self.jobs)]
+            live = job.status in ("queued", "started")
+            assert self.producer.cancel(job_id) == live
+            if live:
+                job.status, job.owner, job.tokens = "canceled", None, []
+
     @rule()
     def rq_cleans_up(self) -> None:
         clean_registries(self.queue)
@@ -171,7 +187,11 @@ class JobLives(RuleBasedStateMachine):
         assert {m.decode() for m in self.connection.zrange(keys.started(QUEUE), 0, -1)} == started
         owned = {m.decode() for name in WORKERS for m in self.connection.smembers(keys.worker_executions(name))}
         assert owned == started
-        for status, registry in (("finished", FinishedJobRegistry), ("failed", FailedJobRegistry)):
+        for status, registry in (
+            ("finished", FinishedJobRegistry),
+            ("failed", FailedJobRegistry),
+            ("canceled", CanceledJobRegistry),
+        ):
             expected = {job_id for job_id, job in self.jobs.items() if job.status == status}
             assert set(registry(queue=self.queue).get_job_ids(cleanup=False)) == expected
         assert StartedJobRegistry(queue=self.queue).get_job_count(cleanup=True) == len(started)
@@ -182,8 +202,8 @@ class JobLives(RuleBasedStateMachine):
             assert (self.connection.get(keys.tokens(job_id)) or b"") == pack_ids(job.tokens)
             assert job.status != "queued" or job_id in listed
             for name in (keys.job(job_id), keys.results(job_id), keys.context(job_id)):
-                if job.ended_by is not None:
-                    assert self.connection.ttl(name) > 0, f"{name} stays for ever"
+                if job.status not in ("queued", "started"):
+                    assert self.connection.ttl(name) != -1, f"{name} stays for ever"
 
 
 @pytest.fixture(scope="module")
