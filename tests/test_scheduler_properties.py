@@ -20,6 +20,7 @@ from batonq.engine.sampling_params import SamplingParams
 from batonq.engine.scheduler import MAX_OPTIMISTIC_PREEMPTIONS
 from tests.support import null_engine
 from tests.support.definition import alone
+from tests.support.null_engine import logprobs_of
 
 
 @dataclass
@@ -41,6 +42,7 @@ params = st.builds(
     min_tokens=st.just(0),
     ignore_eos=st.booleans(),
     stop_token_ids=st.sampled_from([(), (7, 8, 9)]),
+    prompt_logprobs=st.sampled_from([None, None, 1]),
 )
 
 
@@ -116,6 +118,11 @@ class EngineLife(RuleBasedStateMachine):
             assert generation.token_ids == whole[: len(generation.token_ids)]
         else:
             assert generation.token_ids == whole
+            if context.sampling_params.prompt_logprobs is not None:
+                rest = (
+                    logprobs_of(expected.prompt[:at], expected.prompt[at], 1) for at in range(1, len(expected.prompt))
+                )
+                assert generation.prompt_logprobs == [None, *rest]
         for change in context.debug_info:
             assert change.target in LEGAL_TRANSITIONS[change.source]
         self.ended[name] = expected
