@@ -123,7 +123,7 @@ def test_every_row_is_drawn_by_the_contract(data: st.DataObject) -> None:
 
 PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5, "position": 9}
 
-NO_IDS = torch.zeros(1, 0, dtype=torch.long)
+NO_IDS: Any = torch.zeros(1, 0, dtype=torch.long)
 #: A prompt of tokens 0 and 1, an output of 8, 9 and 9.
 SEEN = torch.tensor([[0, 1, 8, 9, 9]])
 COUNTS = torch.zeros(24).index_add(0, torch.tensor([8, 9, 9]), torch.ones(3))

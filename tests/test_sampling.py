@@ -253,9 +253,9 @@ def test_resumed_at_every_token(directory: Path, alone: dict[str, Generation]) -
         for part in engine.step().outputs:
             new[part.context_id] = new.get(part.context_id, 0) + len(part.new_token_ids)
     for name in tuple(engine.contexts):
-        request_name, cut = name.rsplit(" ", 1)
+        request_name, had = name.rsplit(" ", 1)
         assert said(engine.forget(name)) == said(alone[request_name]), name
-        assert new[name] == len(alone[request_name].token_ids) - int(cut), name
+        assert new[name] == len(alone[request_name].token_ids) - int(had), name
     engine.check_idle()
 
 
@@ -283,8 +283,8 @@ def test_log_probabilities_are_those_of_transformers(directory: Path) -> None:
     params = SamplingParams(temperature=3, repetition_penalty=2, seed=4, max_tokens=20, logprobs=4, prompt_logprobs=2)
     prompts = [random.Random(length).choices(range(VOCAB_SIZE), k=length) for length in (1, 2, 33, 150, 200)]
     seen = []
-    for settings, preempt in (({}, 0.0), ({"max_num_batched_tokens": 7, "max_num_seqs": 3}, 0.0), ({}, 0.15)):
-        engine = tiny_models.engine(directory, **settings)
+    for seqs, budget, preempt in ((8, 512, 0.0), (3, 7, 0.0), (8, 512, 0.15)):
+        engine = tiny_models.engine(directory, max_num_seqs=seqs, max_num_batched_tokens=budget)
         wanted = [Request(str(index), prompt, params) for index, prompt in enumerate(prompts)]
         seen.append([said(g) for g in run(engine, wanted, preempt).values()])
     assert seen[0] == seen[1] == seen[2]
@@ -364,7 +364,7 @@ def test_more_alternatives_than_tokens_are_refused() -> None:
     engine = scripted_engine.build({}, Vocabulary([b"a"] * 8, frozenset()), frozenset(), 4, 64, {})
     for name in ("logprobs", "prompt_logprobs"):
         with pytest.raises(EngineError, match=f"{name}: 9 is more than the vocabulary's 8"):
-            engine.add("a", [1], SamplingParams(**{name: 9}))
+            engine.add("a", [1], SamplingParams.model_validate({name: 9}))
 
 
 def test_a_row_without_a_token_to_draw_fails_alone(directory: Path) -> None:
