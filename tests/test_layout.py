@@ -124,5 +124,6 @@ def test_versions_that_make_installs_satisfy_what_the_package_asks_for() -> None
     extras = project["project"]["optional-dependencies"]
     wanted = [*project["project"]["dependencies"], *extras["worker"], *extras["embedded"]]
     for requirement in wanted:
-        name = requirement.split(">")[0].split("<")[0].strip().lower()
+        name, _, extra = requirement.split(">")[0].split("<")[0].strip().lower().rstrip("]").partition("[")
         assert name in pins, f"{name} is not pinned"
+        assert not extra or extra in pins, f"{extra} is not pinned"

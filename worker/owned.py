@@ -48,6 +48,9 @@ class OwnedContext:
     _num_streamed: int = 0
     #: Entries that the server may not have. One that was sent stays as it is until it is acknowledged.
     _entries: list[StreamEntry] = field(default_factory=list)
+    #: Fields of its hash as `news` said them last, and as the server is known to have them.
+    _sent: Fields = field(default_factory=dict)
+    _mirrored: Fields = field(default_factory=dict)
 
     @classmethod
     def begin(cls, context_id: str, sampling: SamplingParams, streaming: bool, mirror: Mirror | None) -> OwnedContext:
@@ -69,10 +72,12 @@ class OwnedContext:
             self.ending = update
 
     def news(self, fields: Fields) -> ContextCommit:
-        """What the server hasn't acknowledged."""
+        """What the server hasn't acknowledged of tokens, text and `fields`."""
         start = self.num_committed
         packed = self._packed_logprobs(start)
-        return ContextCommit(self.context_id, start, pack_ids(self.tokens[start:]), packed, fields, self._stream())
+        self._sent = fields
+        changed = {name: value for name, value in fields.items() if self._mirrored.get(name) != value}
+        return ContextCommit(self.context_id, start, pack_ids(self.tokens[start:]), packed, changed, self._stream())
 
     def end(self, fields: Fields) -> ContextEnd:
         """Its part of the job's end."""
@@ -81,6 +86,7 @@ class OwnedContext:
     def acknowledge(self) -> None:
         """The server has all that `news` said last."""
         self.num_committed = len(self.tokens)
+        self._mirrored = self._sent
         self._entries = []
         self.dirty = False
 
