@@ -36,6 +36,7 @@ _COMMIT_EVERY = 100_000
 
 #: Pages kept in memory, in KiB: names come in any order, and their index is looked at for each.
 _CACHE_KIB = 64 * 1024
+_SETTLED_CACHE_KIB = 4 * 1024
 
 
 class RowState(IntEnum):
@@ -84,6 +85,11 @@ class Index:
         self._db.execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
         self._db.execute("CREATE TABLE IF NOT EXISTS stale (job_id TEXT PRIMARY KEY)")
         self.held = HeldLines(self._db)
+
+    def settle(self) -> None:
+        """Give back the memory that building and matching took: from here on rows are touched once each, in order."""
+        self._db.execute(f"PRAGMA cache_size=-{_SETTLED_CACHE_KIB}")
+        self._db.execute("PRAGMA shrink_memory")
 
     def close(self) -> None:
         """Close the file."""

@@ -131,6 +131,7 @@ def _prepare(options: RunOptions, state: RunState, reporter: Reporter) -> int:
             path.unlink(missing_ok=True)
     options.output.touch()
     match_output(state.index, paths, last=last, retry_errors=options.retry_errors, order=options.order)
+    state.index.settle()
     if other := state.index.get("other_model"):
         reporter.note(f"{other}; all rows are run with {options.queue}")
     return last

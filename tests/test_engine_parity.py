@@ -21,6 +21,8 @@ from tests.support.prompts import passages
 SmolEngine = Engine[torch.Tensor]
 
 NEW_TOKENS = 64
+#: Keys and values of 32 tokens in 30 layers of 3 heads of 64, in float32.
+SMOLLM2_BYTES_PER_BLOCK = 2 * 32 * 30 * 3 * 64 * 4
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
 
@@ -121,6 +123,43 @@ def test_chunked_preempted_cold_and_warm(prompts: list[list[int]], outputs: list
             assert [context.num_cached_tokens for context in contexts] == [
                 len(prompts[index]) // BLOCK_SIZE * BLOCK_SIZE for index in chosen
             ]
+    engine.check_idle()
+
+
+def test_preempted_at_every_position(prompts: list[list[int]], outputs: list[list[int]]) -> None:
+    """Context i loses its blocks when it has i output tokens, which passes the border at 32; nothing is left cached."""
+    prompt, positions = prompts[13], 20
+    assert len(prompt) < BLOCK_SIZE - 1 < BLOCK_SIZE + 1 < len(prompt) + positions
+    engine = build(max_num_seqs=positions, kv_cache_memory_bytes=1 << 28)
+    params = SamplingParams(temperature=0, max_tokens=positions + 1)
+    contexts = [engine.add(str(index), prompt, params) for index in range(1, positions + 1)]
+    while engine.has_work:
+        for context in tuple(engine.scheduler.running):
+            if context.num_preemptions == 0 and len(context.output_token_ids) == int(context.context_id):
+                engine.preempt(context.context_id)
+                engine.pool.release(engine.pool.allocate(engine.pool.num_available))
+        engine.step()
+    made = [engine.forget(context.context_id).token_ids for context in contexts]
+    assert made == [outputs[13][: positions + 1]] * positions
+    assert [context.num_preemptions for context in contexts] == [1] * positions
+    engine.check_idle()
+
+
+def test_a_pool_so_small_that_contexts_are_preempted(
+    prompts: list[list[int]], outputs: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(max_num_seqs=8, kv_cache_memory_bytes=8 * SMOLLM2_BYTES_PER_BLOCK)
+    # A forecast that is always too low, so that too many are admitted.
+    monkeypatch.setattr(engine.scheduler.forecast, "remaining", lambda context: 1)
+    chosen, length = range(9, 17), 16
+    params = SamplingParams(temperature=0, max_tokens=length)
+    contexts = [engine.add(str(index), prompts[index], params) for index in chosen]
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check()
+    made = [engine.forget(context.context_id).token_ids for context in contexts]
+    assert made == [outputs[index][:length] for index in chosen]
+    assert sum(context.num_preemptions for context in contexts) >= 3
     engine.check_idle()
 
 
