@@ -8,7 +8,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -25,25 +24,8 @@ from batonq.producer.embedded import EmbeddedServer
 from batonq.producer.schema import FUNCTION, Result
 from tests.support import null_engine
 from tests.support.definition import alone
-from tests.support.servers import eventually, server
+from tests.support.servers import eventually
 from tests.support.workers import QUEUE, worker
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    with server(tmp_path / "valkey") as running:
-        yield running
-
-
-@pytest.fixture
-def connection(valkey: EmbeddedServer) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(valkey.url) as client:
-        yield client
-
-
-@pytest.fixture
-def queue(connection: redis.Redis) -> Queue:
-    return Queue(QUEUE, connection=connection, serializer=serializer)
 
 
 def enqueue(queue: Queue, prompt: str, **sampling: object) -> Job:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,24 +23,11 @@ from batonq.producer.errors import JobNotFoundError
 from batonq.worker.commands import Command, parse
 from tests.support.definition import alone
 from tests.support.redis_keys import forever, registries
-from tests.support.servers import eventually, server
+from tests.support.servers import eventually
 from tests.support.workers import QUEUE, worker
 
 #: Jobs of thousands of tokens, so that they run until somebody ends them.
 ENDLESS = {"step_seconds": 0.005, "max_num_batched_tokens": 64, "num_blocks": 40_000, "max_model_len": 40_000}
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    with server(tmp_path / "valkey") as running:
-        yield running
-
-
-@pytest.fixture
-def producer(valkey: EmbeddedServer) -> Iterator[Producer]:
-    producer = Producer(valkey.url, queue=QUEUE)
-    yield producer
-    producer.connection.close()
 
 
 def endless(producer: Producer, prompt: str) -> str:

@@ -29,25 +29,8 @@ from tests.support import callbacks
 from tests.support.definition import alone
 from tests.support.null_engine import POISON
 from tests.support.redis_keys import forever, registries
-from tests.support.servers import eventually, server
+from tests.support.servers import eventually
 from tests.support.workers import QUEUE, worker
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    with server(tmp_path / "valkey") as running:
-        yield running
-
-
-@pytest.fixture
-def connection(valkey: EmbeddedServer) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(valkey.url) as client:
-        yield client
-
-
-@pytest.fixture
-def queue(connection: redis.Redis) -> Queue:
-    return Queue(QUEUE, connection=connection, serializer=serializer)
 
 
 def enqueue(queue: Queue, prompt: str = "x", *, max_tokens: int = 5, **options: Any) -> Job:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import redis
 from rq import Queue, Retry
 from rq.command import send_stop_job_command
@@ -29,27 +28,10 @@ from batonq.producer.schema import FUNCTION, Result
 from batonq.worker.scripts import Scripts
 from tests.support.definition import alone
 from tests.support.redis_keys import forever, registries
-from tests.support.servers import eventually, server
+from tests.support.servers import eventually
 from tests.support.workers import QUEUE, worker
 
 FAR_FUTURE = 10**12
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    with server(tmp_path / "valkey") as running:
-        yield running
-
-
-@pytest.fixture
-def connection(valkey: EmbeddedServer) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(valkey.url) as client:
-        yield client
-
-
-@pytest.fixture
-def queue(connection: redis.Redis) -> Queue:
-    return Queue(QUEUE, connection=connection, serializer=serializer)
 
 
 def enqueue(queue: Queue, prompt: str, *, max_tokens: int = 5, n: int = 1, **options: Any) -> Job:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +27,13 @@ from batonq.worker.messages import pack_ids
 from batonq.worker.scripts import Committed, ContextCommit, ContextEnd, Ending, Finished, Scripts, StreamEntry
 from tests.support.definition import alone
 from tests.support.null_engine import EOS, logprobs_of
-from tests.support.servers import eventually, server
+from tests.support.servers import eventually
 from tests.support.workers import QUEUE, worker
 
 #: Slow enough that jobs of 100 tokens are met while they run.
 SLOW = {"step_seconds": 0.01, "max_num_batched_tokens": 64, "num_blocks": 800}
 #: Beginnings of these are everywhere in the null model's text, their ends almost nowhere.
 TEASING_STOPS = [f"{chr(code)}{chr(code)}{chr(code)}" for code in range(33, 127)]
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    with server(tmp_path / "valkey") as running:
-        yield running
-
-
-@pytest.fixture
-def producer(valkey: EmbeddedServer) -> Iterator[Producer]:
-    producer = Producer(valkey.url, queue=QUEUE)
-    yield producer
-    producer.connection.close()
 
 
 def long_job(producer: Producer, prompt: str, **fields: Any) -> str:
