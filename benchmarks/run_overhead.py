@@ -12,28 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from batonq.engine.config import EngineConfig
-from batonq.engine.engine import Engine
 from batonq.engine.loading import EngineOptions, load_engine
-from batonq.producer import Producer, PromptJob, keys
-from batonq.producer.embedded import EmbeddedServer
-from benchmarks.bench import MODEL, greedy
+from benchmarks.subjects import MODEL, Subject, engine_alone, fleet
 from benchmarks.workloads import Request, mixed
-
-#: Runs the requests, and returns the seconds it took.
-Subject = Callable[[list[Request]], float]
 
 #: Token ids that are no special ones, to begin prompts with.
 _FIRST_TOKEN = count(1000)
@@ -49,86 +35,6 @@ def cold(requests: list[Request]) -> list[Request]:
     """The same with a first token that no prompt had before."""
     first = next(_FIRST_TOKEN)
     return [Request([first, *r.prompt_ids[1:]], r.max_tokens) for r in requests]
-
-
-def engine_alone(engine: Engine) -> Subject:  # type: ignore[type-arg]
-    def run(requests: list[Request]) -> float:
-        begin = time.perf_counter()
-        engine.generate([r.prompt_ids for r in requests], [greedy(r) for r in requests])
-        return time.perf_counter() - begin
-
-    return run
-
-
-@dataclass
-class Fleet:
-    """A server and one worker."""
-
-    url: str
-    directory: Path
-    worker: subprocess.Popen[bytes]
-
-    def through_redis(self, requests: list[Request]) -> float:
-        """From the first enqueue until the last result is read."""
-        producer = Producer(self.url)
-        begin = time.perf_counter()
-        jobs = [PromptJob(model=MODEL, token_ids=tuple(r.prompt_ids), sampling=greedy(r)) for r in requests]
-        for job_id, request in zip(producer.submit_many(jobs), requests, strict=True):
-            result = producer.result(job_id)
-            assert result.usage is not None, result.error
-            assert result.usage.completion_tokens == request.max_tokens
-        seconds = time.perf_counter() - begin
-        producer.connection.close()
-        return seconds
-
-    def run_over_a_file(self, requests: list[Request]) -> float:
-        """From `running`, which `batonq run` says before its first enqueue, until it has ended."""
-        with tempfile.TemporaryDirectory(dir=self.directory) as name:
-            source, output = Path(name) / "in.jsonl", Path(name) / "out.jsonl"
-            rows = [
-                {"token_ids": r.prompt_ids, **greedy(r).model_dump(exclude_defaults=True, mode="json")}
-                for r in requests
-            ]
-            source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            program = [sys.executable, "-c", "from batonq.producer.cli import main; main()", "run"]
-            options = ["-i", str(source), "-o", str(output), "--model", MODEL, "--redis-url", self.url]
-            process = subprocess.Popen([*program, *options], stderr=subprocess.PIPE, text=True)
-            assert process.stderr is not None
-            while (line := process.stderr.readline()) and line != "batonq: running\n":
-                continue
-            begin = time.perf_counter()
-            _, shown = process.communicate()
-            seconds = time.perf_counter() - begin
-            assert process.returncode == 0, shown
-            made = (json.loads(line)["response"]["body"]["usage"] for line in output.read_text().splitlines())
-            assert sum(usage["completion_tokens"] for usage in made) == sum(r.max_tokens for r in requests)
-        return seconds
-
-    def cpu_seconds(self) -> float:
-        """Processor time that the worker's parent has used."""
-        ticks = Path(f"/proc/{self.worker.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
-
-
-@contextmanager
-def fleet() -> Iterator[Fleet]:
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        server = EmbeddedServer(directory / "server")
-        command = [sys.executable, "-m", "batonq.worker", "--redis-url", server.url, "--model", MODEL]
-        worker = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        producer = Producer(server.url)
-        try:
-            while not producer.connection.scard(keys.workers_of_queue(MODEL)):
-                if worker.poll() is not None:
-                    raise SystemExit("the worker ended before it was ready")
-                time.sleep(0.05)
-            yield Fleet(server.url, directory, worker)
-        finally:
-            producer.connection.close()
-            worker.terminate()
-            worker.wait()
-            server.stop()
 
 
 def measure(subjects: dict[str, Subject], requests: list[Request], rounds: int) -> dict[str, list[float]]:
@@ -150,13 +56,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    with ExitStack() as stack:
-        engine, _ = load_engine(EngineOptions(MODEL, config=EngineConfig()).to_dict())
-        if args.workload is None:
-            requests = mixed(engine.encoder.encode, args.requests, 0)
-        else:
-            requests = read_workload(args.workload, args.requests)
-        running = stack.enter_context(fleet())
+    engine, _ = load_engine(EngineOptions(MODEL, config=EngineConfig()).to_dict())
+    if args.workload is None:
+        requests = mixed(engine.encoder.encode, args.requests, 0)
+    else:
+        requests = read_workload(args.workload, args.requests)
+    with fleet() as running:
         subjects = {
             "engine alone": engine_alone(engine),
             "worker through Redis": running.through_redis,
