@@ -93,6 +93,16 @@ CASES: dict[str, tuple[str, ...]] = {
         "test_soak_rows::test_memory_is_flat",
         "test_soak_rows::test_the_index_is_built_and_matched_in_flat_memory",
     ),
+    "Redis away while results are ready": ("test_worker::test_the_server_dies_and_comes_back",),
+    "jobs whose time is over, among others": ("test_worker_endings::test_deadlines_and_timeouts",),
+    "a job that runs for longer than rq's cleanup waits": (
+        "test_worker::test_rq_info_counts_what_one_worker_runs",
+        "test_worker_lifecycle::test_five_hundred_jobs_over_two_queues",
+    ),
+    "cancel of a running job": (
+        "test_worker_commands::test_canceling",
+        "test_worker_commands::test_nothing_is_published_after_cancel_has_returned",
+    ),
     "an unseeded job": ("test_an_unseeded_job_keeps_the_seed_it_was_given",),
 }
 
