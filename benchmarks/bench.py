@@ -1,6 +1,6 @@
 """Output tokens per second: the engine alone, the same through Redis and a worker, and transformers' padded batches.
 
-    python -m benchmarks.bench [--requests 48] [--rounds 3]
+    python -m benchmarks.bench [--requests 24] [--rounds 3]
 
 All three run in turn, round after round, on the same requests of each round; medians and ratios are printed. Model
 loading and a warm-up are not counted; the prefix cache is cold in every round, since every round has other prompts.
@@ -31,7 +31,7 @@ def measure(subjects: dict[str, Subject], rounds: list[list[Request]]) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     engine, directory = load_engine(EngineOptions(MODEL, config=EngineConfig()).to_dict())
