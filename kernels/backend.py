@@ -10,7 +10,8 @@ from typing import Protocol
 from torch import Tensor
 
 from batonq.kernels.batch import Batch
-from batonq.kernels.cpu_backend import ISA_VARIABLE, CpuBackend
+from batonq.kernels.cpu_backend import CpuBackend
+from batonq.kernels.cpu_library import ISA_VARIABLE
 from batonq.kernels.errors import BackendUnavailable
 from batonq.kernels.program import Program
 from batonq.kernels.reference import ReferenceBackend

@@ -7,12 +7,10 @@ differ between instruction sets, which the numerics id names.
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import cache, cached_property
-from importlib import resources
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from batonq.kernels import probe
 from batonq.kernels.batch import Batch
+from batonq.kernels.cpu_library import Team, best_isa, library
 from batonq.kernels.errors import BackendUnavailable
 from batonq.kernels.program import Embed, Linear, LmHead, Program
 from batonq.kernels.reference import materialise
@@ -28,45 +27,8 @@ from batonq.kernels.reference import materialise
 #: Raised whenever a change of the library may alter a bit of any result.
 KERNEL_VERSION = 1
 
-#: Environment variable that forces an instruction set: avx512bf16, avx512 or avx2.
-ISA_VARIABLE = "BATONQ_CPU_ISA"
-
 #: Bounds of the attention kernel (`kMaxHeadDim`, `kMaxRows` in kernels.h).
 _MAX_HEAD_DIM, _MAX_GROUP = 256, 32
-
-_LIBRARY = "libbatonq_cpu.so"
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    path = resources.files("batonq.kernels") / _LIBRARY
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BackendUnavailable(
-            f"{_LIBRARY} can't be loaded; it is built where pip finds a compiler: {error}"
-        ) from None
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    library.batonq_best_isa.restype = ctypes.c_char_p
-    library.batonq_create.restype = pointer
-    library.batonq_create.argtypes = [ctypes.c_char_p, pointer, integer, integer, ctypes.c_int]
-    library.batonq_destroy.argtypes = [pointer]
-    library.batonq_set_values.restype = library.batonq_set_matrix.restype = ctypes.c_bool
-    library.batonq_set_values.argtypes = [pointer, ctypes.c_int, pointer, integer]
-    library.batonq_set_matrix.argtypes = [pointer, ctypes.c_int, pointer, integer, integer]
-    library.batonq_forward.restype = ctypes.c_bool
-    library.batonq_forward.argtypes = [pointer, *[integer] * 4, *[pointer] * 7]
-    library.batonq_cache.argtypes = [pointer, *[pointer] * 3]
-    return library
-
-
-def best_isa() -> str:
-    """The instruction set that is used here: `BATONQ_CPU_ISA`, or the best one. Raises BackendUnavailable."""
-    forced = os.environ.get(ISA_VARIABLE)
-    found = forced or (_library().batonq_best_isa() or b"").decode()
-    if not found:
-        raise BackendUnavailable("this CPU has none of the instruction sets avx512bf16, avx512, avx2")
-    return found
 
 
 def why_not(program: Program) -> str | None:
@@ -120,11 +82,11 @@ class CpuBackend:
             raise BackendUnavailable(reason)
         self.program = program
         self.isa = isa or best_isa()
-        self.num_threads = num_threads or available_cores()
-        self._library = _library()
+        self.team = Team(num_threads)
+        self._library = library()
         words = encode(program)
         self._handle = self._library.batonq_create(
-            self.isa.encode(), words.ctypes.data, len(words), num_blocks, self.num_threads
+            self.team.handle, self.isa.encode(), words.ctypes.data, len(words), num_blocks
         )
         if not self._handle:
             size = num_blocks * program.kv_cache.bytes_per_block
@@ -188,14 +150,3 @@ class CpuBackend:
             np.ctypeslib.as_array((ctypes.c_uint8 * size.value).from_address(p.value or 0)) for p in (keys, values)
         )
         return next(views), next(views)
-
-
-def available_cores() -> int:
-    """Cores that this process may use: its affinity, and the quota of its control group, rounded up."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:  # noqa: PTH123 - a kernel file, not a path
-            quota, period = file.read().split()
-    except OSError:
-        return cores
-    return cores if quota == "max" else max(1, min(cores, -(-int(quota) // int(period))))

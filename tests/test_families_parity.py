@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from batonq.engine.context import Context
 from batonq.engine.engine import Engine
 from batonq.engine.sampling_params import SamplingParams
-from batonq.kernels.cpu_backend import ISA_VARIABLE
+from batonq.kernels.cpu_library import ISA_VARIABLE
 from batonq.kernels.program import BLOCK_SIZE
 from tests.support import tiny_models
 from tests.support.greedy import assert_greedy

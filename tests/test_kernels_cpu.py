@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from batonq.kernels import probe
-from batonq.kernels.cpu_backend import CpuBackend, best_isa, why_not
+from batonq.kernels.cpu_backend import CpuBackend, why_not
+from batonq.kernels.cpu_library import best_isa
 from batonq.kernels.errors import BackendUnavailable
 from batonq.kernels.program import (
     NONE,

@@ -93,8 +93,8 @@ float as_float(int32_t word) {
 
 class Interpreter {
  public:
-  Interpreter(const Kernels& kernels, const int32_t* words, int64_t count, int threads)
-      : kernels_(kernels), team_(threads) {
+  Interpreter(Team& team, const Kernels& kernels, const int32_t* words, int64_t count)
+      : kernels_(kernels), team_(team) {
     const int32_t* at = words;
     kv_heads_ = at[0], head_dim_ = at[1], layers_ = at[2], dtype_ = static_cast<DType>(at[3]), output_ = at[4];
     vocabulary_ = at[5];
@@ -356,7 +356,7 @@ class Interpreter {
   static constexpr int kTileTokens = 8;
 
   const Kernels& kernels_;
-  Team team_;
+  Team& team_;
   int kv_heads_, head_dim_, layers_, output_, vocabulary_;
   DType dtype_;
   std::vector<Buffer> buffers_;
@@ -381,12 +381,14 @@ extern "C" {
 // Name of the best instruction set of this machine; null if there is none that the library was made for.
 EXPORT const char* batonq_best_isa() { return batonq::best_isa(); }
 
-// `words` is the program as `kernels/cpu_backend.py` writes it. Null without memory, or without the instruction set.
-EXPORT Interpreter* batonq_create(const char* isa, const int32_t* words, int64_t count, int64_t blocks, int threads) {
+// `words` is the program as `kernels/cpu_backend.py` writes it; `team` must outlive what is made here. Null without memory,
+// or without the instruction set.
+EXPORT Interpreter* batonq_create(batonq::Team* team, const char* isa, const int32_t* words, int64_t count,
+                                  int64_t blocks) {
   const batonq::Kernels* kernels = batonq::find_kernels(isa);
   if (kernels == nullptr) return nullptr;
   try {
-    auto interpreter = std::make_unique<Interpreter>(*kernels, words, count, threads);
+    auto interpreter = std::make_unique<Interpreter>(*team, *kernels, words, count);
     interpreter->allocate_cache(blocks);
     return interpreter.release();
   } catch (const std::exception&) {
