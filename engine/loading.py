@@ -19,7 +19,8 @@ from batonq.engine.text import Vocabulary
 from batonq.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import numpy as np
+    import numpy.typing as npt
 
     from batonq.engine.models import LoadedModel
 
@@ -51,7 +52,7 @@ def default_served_model_name(model: str) -> str:
     return path.stem if path.suffix == ".gguf" else (path.resolve().name if path.is_dir() else path.name)
 
 
-def load_engine(options: dict[str, Any]) -> tuple[Engine[Tensor], Path]:
+def load_engine(options: dict[str, Any]) -> tuple[Engine[npt.NDArray[np.float32]], Path]:
     """Build the engine that `EngineOptions.to_dict` describes; with it the model's directory, for `Frontend`.
 
     Raises EngineError (a model that is not there or not supported, a cache without room) and OSError.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from batonq.engine.plan import Plan
 from batonq.kernels.backend import Backend
@@ -16,8 +16,11 @@ class BackendRunner:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
-    def forward(self, plan: Plan) -> torch.Tensor:
-        """Compute every row of the plan; logits, float32 [rows, vocabulary], in the order that `Runner` says."""
+    def forward(self, plan: Plan) -> npt.NDArray[np.float32]:
+        """Compute every row of the plan; logits [rows, vocabulary], in the order that `Runner` says.
+
+        They are valid until the next forward.
+        """
         return self.backend.forward(to_batch(plan))
 
 

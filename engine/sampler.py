@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from batonq.engine.bad_words import banned_after
@@ -27,13 +28,12 @@ class TorchSampler:
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         self._eos_token_ids = eos_token_ids
 
-    def sample(self, plan: Plan, logits: torch.Tensor) -> Samples:
+    def sample(self, plan: Plan, logits: npt.NDArray[np.float32]) -> Samples:
         """What each row's logits give; a row with unusable logits gets its own error and hurts no other."""
         contexts = [row.context for row in plan.sampling_rows]
-        tokens = self._draw(contexts, logits[: len(contexts)])
-        return Samples(
-            tokens, _logprobs(contexts, tokens, logits), tuple(_prompt_logprobs(plan, logits[len(contexts) :]))
-        )
+        rows = torch.from_numpy(logits)
+        tokens = self._draw(contexts, rows[: len(contexts)])
+        return Samples(tokens, _logprobs(contexts, tokens, rows), tuple(_prompt_logprobs(plan, rows[len(contexts) :])))
 
     def _draw(self, contexts: Sequence[Context], logits: torch.Tensor) -> list[int | EngineError]:
         results: list[int | EngineError | None] = [None] * len(contexts)

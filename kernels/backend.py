@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from batonq.kernels.batch import Batch
@@ -33,8 +35,8 @@ class Backend(Protocol):
     def layout_id(self) -> str:
         """Names how the bytes of a KV block are laid out."""
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Stores the batch's keys and values; logits, float32 [rows asked for, vocabulary]."""
+    def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Stores the batch's keys and values; logits [rows asked for, vocabulary], valid until the next forward."""
 
 
 def make_backend(

@@ -14,7 +14,6 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from batonq.kernels import probe
@@ -84,6 +83,7 @@ class CpuBackend:
         self.isa = isa or best_isa()
         self.team = Team(num_threads)
         self._library = library()
+        self._logits = np.empty((0, program.vocab_size), np.float32)
         words = encode(program)
         self._handle = self._library.batonq_create(
             self.team.handle, self.isa.encode(), words.ctypes.data, len(words), num_blocks
@@ -122,9 +122,15 @@ class CpuBackend:
         spec = self.program.kv_cache
         return f"cpu-{spec.dtype.label}-{spec.layers}x{spec.kv_heads}x{spec.block_size}x{spec.head_dim}"
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Runs a batch: stores its keys and values, and returns the logits [L, vocab] in float32 of the wanted rows."""
-        logits = torch.empty((len(batch.logits_rows), self.program.vocab_size), dtype=torch.float32)
+    def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Runs a batch: stores its keys and values, and returns the logits [L, vocab] of the wanted rows.
+
+        They lie in memory that the next forward writes to again, because fresh memory would cost a page fault for each
+        of their pages at every step.
+        """
+        if len(self._logits) < len(batch.logits_rows):
+            self._logits = np.empty((len(batch.logits_rows), self.program.vocab_size), np.float32)
+        logits = self._logits[: len(batch.logits_rows)]
         arrays = [
             np.ascontiguousarray(array)
             for array in (
@@ -138,7 +144,7 @@ class CpuBackend:
         ]
         sizes = (len(batch.token_ids), len(batch.context_len), len(batch.logits_rows), batch.block_tables.shape[1])
         pointers = (array.ctypes.data for array in arrays)
-        if not self._library.batonq_forward(self._handle, *sizes, *pointers, logits.data_ptr()):
+        if not self._library.batonq_forward(self._handle, *sizes, *pointers, logits.ctypes.data):
             raise MemoryError(f"no memory for the activations of {sizes[0]} tokens")
         return logits
 

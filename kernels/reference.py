@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -110,13 +112,14 @@ class ReferenceBackend:
         spec = self.program.kv_cache
         return f"plain-{spec.dtype.label}-{spec.layers}x{spec.kv_heads}x{spec.block_size}x{spec.head_dim}"
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Runs a batch: stores its keys and values, and returns the logits [L, vocab] in float32 of the wanted rows."""
         with torch.inference_mode():
             step = self._start(batch)
             for op in self.program.ops:
                 _RUN[type(op)](self, op, step)
-        return step.buffers[self.program.output]
+        logits: npt.NDArray[np.float32] = step.buffers[self.program.output].numpy()
+        return logits
 
     def _start(self, batch: Batch) -> _Step:
         block_size = self.program.kv_cache.block_size

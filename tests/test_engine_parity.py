@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -18,7 +20,7 @@ from tests.support.greedy import assert_greedy
 from tests.support.models import smollm2_dir
 from tests.support.prompts import passages
 
-SmolEngine = Engine[torch.Tensor]
+SmolEngine = Engine[npt.NDArray[np.float32]]
 
 NEW_TOKENS = 64
 #: Keys and values of 32 tokens in 30 layers of 3 heads of 64, in float32.

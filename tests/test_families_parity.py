@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -29,7 +30,7 @@ VOCAB_SIZE = 160
 #: Lengths around block borders, and one block or two exactly; Mistral's window of 24 is shorter than most.
 LENGTHS = (1, 2, 8, 31, 32, 33, 50, 63, 64, 65, 95, 100)
 
-TinyEngine = Engine[torch.Tensor]
+TinyEngine = Engine[npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True)

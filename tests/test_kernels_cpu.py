@@ -32,7 +32,7 @@ from batonq.kernels.program import (
     SelectRows,
 )
 from batonq.kernels.reference import ReferenceBackend
-from tests.support.batches import Piece, blocks_of, make_batch
+from tests.support.batches import Piece, blocks_of, forward, make_batch
 
 ISAS = ("avx512bf16", "avx512", "avx2")
 NUM_BLOCKS = 64
@@ -104,7 +104,7 @@ def dirty(backend: CpuBackend) -> None:
 
 def alone(backend: CpuBackend | ReferenceBackend, tokens: list[int]) -> torch.Tensor:
     """Logits at all positions of a sequence that is computed at once."""
-    return backend.forward(make_batch([Piece(tokens, 0, len(tokens), list(range(blocks_of(len(tokens)))))]))
+    return forward(backend, make_batch([Piece(tokens, 0, len(tokens), list(range(blocks_of(len(tokens)))))]))
 
 
 @pytest.mark.parametrize("dtype", list(DType))
@@ -161,7 +161,7 @@ def test_bits_depend_on_the_sequence_alone(isa: str, dtype: DType, window: int, 
             end = min(len(sequences[i]), done[i] + chance.choice([1, 1, 2, 7, 31, 33, 64]))
             pieces.append(Piece(sequences[i], done[i], end, blocks[i]))
             ends.append(end)
-        logits = backend.forward(make_batch(pieces))
+        logits = forward(backend, make_batch(pieces))
         at = 0
         for i, end in zip(chosen, ends, strict=True):
             count = end - done[i]
@@ -176,7 +176,7 @@ def test_a_query_only_row_reads_and_does_not_store(isa: str) -> None:
     tokens = list(range(64))
     expected = alone(backend, tokens)
     before = [memory.copy() for memory in backend.cache_bytes()]
-    got = backend.forward(make_batch([Piece(tokens, 63, 64, [0, 1], query_only=True)]))
+    got = forward(backend, make_batch([Piece(tokens, 63, 64, [0, 1], query_only=True)]))
     assert torch.equal(got[0], expected[63])
     for memory, kept in zip(backend.cache_bytes(), before, strict=True):
         assert np.array_equal(memory, kept)
@@ -185,7 +185,7 @@ def test_a_query_only_row_reads_and_does_not_store(isa: str) -> None:
 def test_no_row_and_no_logits(isa: str) -> None:
     built = program(DType.FLOAT32)
     backend = CpuBackend(built, weights(built), NUM_BLOCKS, 2, isa)
-    quiet = backend.forward(make_batch([Piece([5, 6], 0, 2, [3], logits=False)]))
+    quiet = forward(backend, make_batch([Piece([5, 6], 0, 2, [3], logits=False)]))
     assert quiet.shape == (0, 131)
 
 
@@ -200,7 +200,7 @@ def test_a_vocabulary_of_152k(isa: str) -> None:
     b.add(LmHead(chosen, embedding, logits))
     built = b.build(KVCacheSpec(1, 1, 16, DType.BFLOAT16), 151_936, 8, DType.BFLOAT16, logits)
     table = torch.randn(151_936, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    got = CpuBackend(built, {"embedding": table}, 1, 2, isa).forward(make_batch([Piece([151_935, 7], 0, 2, [0])]))
+    got = forward(CpuBackend(built, {"embedding": table}, 1, 2, isa), make_batch([Piece([151_935, 7], 0, 2, [0])]))
     torch.testing.assert_close(got.double(), table[[151_935, 7]].double() @ table.double().T, atol=1e-4, rtol=1e-4)
 
 

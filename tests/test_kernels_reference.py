@@ -13,7 +13,7 @@ from batonq.kernels import attention, linear, probe, program
 from batonq.kernels.errors import WeightMismatch
 from batonq.kernels.program import NONE, DType, Embed, HeadNorm, KVCacheSpec, LmHead, ProgramBuilder, Rows, SelectRows
 from batonq.kernels.reference import ReferenceBackend
-from tests.support.batches import Piece, make_batch
+from tests.support.batches import Piece, forward, make_batch
 
 
 def attention_by_the_formula(
@@ -72,12 +72,12 @@ def test_head_norm_touches_its_heads_only() -> None:
     generator = torch.Generator().manual_seed(0)
     embedding, norm = torch.randn(5, 32, generator=generator), torch.randn(8, generator=generator)
     backend = ReferenceBackend(built, {"embedding": embedding, "norm": norm, "identity": torch.eye(32)}, 1)
-    got = backend.forward(make_batch([Piece([3, 1], 0, 2, [0])])).view(2, 4, 8)
+    got = forward(backend, make_batch([Piece([3, 1], 0, 2, [0])])).view(2, 4, 8)
     expected = embedding[[3, 1]].view(2, 4, 8).clone()
     middle = expected[:, 1:3]
     expected[:, 1:3] = middle / (middle.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm
     torch.testing.assert_close(got, expected)
-    assert torch.equal(backend.forward(make_batch([Piece([3], 0, 1, [0])]))[0].view(4, 8)[0], embedding[3, :8])
+    assert torch.equal(forward(backend, make_batch([Piece([3], 0, 1, [0])]))[0].view(4, 8)[0], embedding[3, :8])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,7 +17,7 @@ from batonq.kernels.backend import Backend, make_backend
 from batonq.kernels.program import Program
 from batonq.kernels.reference import ReferenceBackend
 from tests.support import models, tiny_models
-from tests.support.batches import Piece, blocks_of, fill_with_nan, make_batch
+from tests.support.batches import Piece, blocks_of, fill_with_nan, forward, make_batch
 
 NUM_BLOCKS = 40
 
@@ -34,7 +34,7 @@ def run_in_chunks(backend: ReferenceBackend, tokens: list[int], blocks: list[int
     edges = [0, *sorted(set(cuts)), len(tokens)]
     return torch.cat(
         [
-            backend.forward(make_batch([Piece(tokens, start, end, blocks)]))
+            forward(backend, make_batch([Piece(tokens, start, end, blocks)]))
             for start, end in pairwise(edges)
             if start < end
         ]
@@ -90,7 +90,7 @@ def test_neighbours_chunks_and_places_do_not_change_a_bit(
         running = [index for index, length in enumerate(lengths) if done[index] < length]
         ends = [done[i] + data.draw(st.integers(1, lengths[i] - done[i])) for i in running]
         pieces = [Piece(sequences[i], done[i], end, tables[i]) for i, end in zip(running, ends, strict=True)]
-        parts = torch.split(together.forward(make_batch(pieces)), [piece.end - piece.start for piece in pieces])
+        parts = torch.split(forward(together, make_batch(pieces)), [piece.end - piece.start for piece in pieces])
         for index, end, part in zip(running, ends, parts, strict=True):
             got[index].append(part)
             done[index] = end
@@ -109,19 +109,19 @@ def test_many_decodes_at_once_are_as_alone(loaded: LoadedModel) -> None:
         blocks = [free.pop() for _ in range(blocks_of(length))]
         pieces.append(Piece(tokens, length - 1, length, blocks))
         if length > 1:
-            assert backend.forward(make_batch([Piece(tokens, 0, length - 1, blocks, logits=False)])).shape == (0, 160)
-    together = backend.forward(make_batch(pieces))
+            assert forward(backend, make_batch([Piece(tokens, 0, length - 1, blocks, logits=False)])).shape == (0, 160)
+    together = forward(backend, make_batch(pieces))
     for row, piece in zip(together, pieces, strict=True):
-        assert torch.equal(backend.forward(make_batch([piece]))[0], row)
+        assert torch.equal(forward(backend, make_batch([piece]))[0], row)
 
 
 def test_a_sequence_may_read_a_block_that_another_fills_in_the_same_batch(loaded: LoadedModel) -> None:
     tokens = tokens_of(50, loaded.program.vocab_size, 3)
     backend = ReferenceBackend(loaded.program, loaded.weights, NUM_BLOCKS)
-    expected = backend.forward(make_batch([Piece(tokens, 0, 50, [0, 1])]))
+    expected = forward(backend, make_batch([Piece(tokens, 0, 50, [0, 1])]))
     fill_with_nan(backend)
     shared = [Piece(tokens, 32, 50, [7, 9]), Piece(tokens, 0, 32, [7], logits=False)]
-    assert torch.equal(backend.forward(make_batch(shared)), expected[32:])
+    assert torch.equal(forward(backend, make_batch(shared)), expected[32:])
 
 
 def test_the_number_of_threads_does_not_change_a_bit(loaded: LoadedModel) -> None:
@@ -129,8 +129,9 @@ def test_the_number_of_threads_does_not_change_a_bit(loaded: LoadedModel) -> Non
     before = torch.get_num_threads()
     try:
         one, two = (
-            ReferenceBackend(loaded.program, loaded.weights, 3, threads).forward(
-                make_batch([Piece(tokens, 0, 90, [2, 0, 1])])
+            forward(
+                ReferenceBackend(loaded.program, loaded.weights, 3, threads),
+                make_batch([Piece(tokens, 0, 90, [2, 0, 1])]),
             )
             for threads in (1, 2)
         )
@@ -142,20 +143,20 @@ def test_the_number_of_threads_does_not_change_a_bit(loaded: LoadedModel) -> Non
 def test_a_query_only_token_has_the_same_logits_and_stores_nothing(loaded: LoadedModel) -> None:
     tokens = tokens_of(64, loaded.program.vocab_size, 9)
     backend = ReferenceBackend(loaded.program, loaded.weights, 3)
-    expected = backend.forward(make_batch([Piece(tokens, 0, 64, [2, 0])]))
+    expected = forward(backend, make_batch([Piece(tokens, 0, 64, [2, 0])]))
     backend.keys[:, 0, :, 31] += 1
     backend.values[:, 0, :, 31] -= 1
     changed = backend.keys.clone(), backend.values.clone()
     query_only = Piece(tokens, 63, 64, [2, 0], query_only=True)
-    assert not torch.equal(backend.forward(make_batch([query_only])), expected[-1:])
+    assert not torch.equal(forward(backend, make_batch([query_only])), expected[-1:])
     assert torch.equal(backend.keys, changed[0])
     assert torch.equal(backend.values, changed[1])
-    backend.forward(make_batch([Piece(tokens, 32, 64, [2, 0])]))
-    assert torch.equal(backend.forward(make_batch([query_only])), expected[-1:])
+    forward(backend, make_batch([Piece(tokens, 32, 64, [2, 0])]))
+    assert torch.equal(forward(backend, make_batch([query_only])), expected[-1:])
     # Beside others, and in the same batch as the sequence that stores what it reads.
     fill_with_nan(backend)
     writer = Piece(tokens, 0, 64, [2, 0], logits=False)
-    assert torch.equal(backend.forward(make_batch([query_only, writer])), expected[-1:])
+    assert torch.equal(forward(backend, make_batch([query_only, writer])), expected[-1:])
 
 
 @pytest.mark.parametrize("make", [ReferenceBackend, make_backend])
@@ -170,7 +171,7 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(
         oracle.to(dtype=torch.bfloat16)  # type: ignore[call-arg]
         theirs = oracle(torch.tensor([tokens])).logits[0].float()
     model = load_model(ModelSource("tiny", tmp_path), "bfloat16")
-    ours = make(model.program, model.weights, 2).forward(make_batch([Piece(tokens, 0, 60, [1, 0])]))
+    ours = forward(make(model.program, model.weights, 2), make_batch([Piece(tokens, 0, 60, [1, 0])]))
     assert (ours - exact).abs().max() <= 2 * (theirs - exact).abs().max()
     assert (ours - exact).square().mean() < 1.5 * (theirs - exact).square().mean()
 
@@ -182,7 +183,7 @@ def test_smollm2_continues_as_transformers_does() -> None:
     oracle = AutoModelForCausalLM.from_pretrained(model.directory)
     tokens = tokens_of(40, 49152, 8)
     backend = ReferenceBackend(model.program, model.weights, 4)
-    logits = backend.forward(make_batch([Piece(tokens, 0, 40, [3, 1])]))
+    logits = forward(backend, make_batch([Piece(tokens, 0, 40, [3, 1])]))
     with torch.no_grad():
         output = oracle(torch.tensor([tokens]))
         torch.testing.assert_close(logits, output.logits[0], atol=2e-3, rtol=1e-3)
@@ -190,4 +191,4 @@ def test_smollm2_continues_as_transformers_does() -> None:
     for expected in generated[0, 40:].tolist():
         assert int(logits[-1].argmax()) == expected
         tokens.append(expected)
-        logits = backend.forward(make_batch([Piece(tokens, len(tokens) - 1, len(tokens), [3, 1])]))
+        logits = forward(backend, make_batch([Piece(tokens, len(tokens) - 1, len(tokens), [3, 1])]))

@@ -23,7 +23,7 @@ from batonq.engine.models.cache import directory_made_once
 from batonq.kernels.program import BLOCK_SIZE
 from batonq.kernels.reference import ReferenceBackend
 from tests.support import models, tiny_models
-from tests.support.batches import Piece, make_batch
+from tests.support.batches import Piece, forward, make_batch
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_bfloat16_files_are_read_as_they_are(family: str, tmp_path: Path, own_ca
     model = load_model(ModelSource("m", tmp_path / "m"))
     assert {tensor.dtype for name, tensor in model.weights.items() if "rope" not in name} == {torch.bfloat16}
     backend = ReferenceBackend(model.program, model.weights, 2)
-    logits = backend.forward(make_batch([Piece(tokens, 0, len(tokens), [0, 1])]))
+    logits = forward(backend, make_batch([Piece(tokens, 0, len(tokens), [0, 1])]))
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
 
 

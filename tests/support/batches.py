@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from batonq.kernels.backend import Backend
 from batonq.kernels.batch import Batch
 from batonq.kernels.program import BLOCK_SIZE
 from batonq.kernels.reference import ReferenceBackend
@@ -48,6 +49,11 @@ def make_batch(pieces: Sequence[Piece]) -> Batch:
         block_tables=tables,
         logits_rows=np.concatenate([np.zeros(0), *rows]).astype(np.int32),
     )
+
+
+def forward(backend: Backend, batch: Batch) -> torch.Tensor:
+    """The batch's logits, in memory of their own."""
+    return torch.from_numpy(backend.forward(batch).copy())
 
 
 def blocks_of(length: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
@@ -94,7 +96,9 @@ def save_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
 
 
-def engine(directory: Path, num_blocks: int = 256, dtype: DTypeName = "float32", **config: int) -> Engine[torch.Tensor]:
+def engine(
+    directory: Path, num_blocks: int = 256, dtype: DTypeName = "float32", **config: int
+) -> Engine[npt.NDArray[np.float32]]:
     """An engine over a saved model, with its tokenizer, on one thread."""
     spec = load_model(ModelSource("tiny", directory), dtype).program.kv_cache
     settings = EngineConfig(kv_cache_memory_bytes=num_blocks * spec.bytes_per_block, num_threads=1, **config)
