@@ -73,7 +73,7 @@ def load_engine(options: dict[str, Any]) -> tuple[Engine[npt.NDArray[np.float32]
     cache = model.program.kv_cache
     num_blocks = wanted.config.kv_cache_memory_bytes // cache.bytes_per_block
     try:
-        backend = make_backend(model.program, model.weights, num_blocks, wanted.config.num_threads)
+        backend = make_backend(model.program, model, num_blocks, wanted.config.num_threads)
     except KernelError as error:
         raise EngineError(error.code, error.message, error.param) from error
     eos = frozenset(frontend.tokenizer.eos_token_ids)

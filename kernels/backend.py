@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from batonq.kernels.batch import Batch
-from batonq.kernels.cpu_backend import CpuBackend
+from batonq.kernels.cpu_backend import CpuBackend, require_runnable
 from batonq.kernels.cpu_library import ISA_VARIABLE
 from batonq.kernels.errors import BackendUnavailable
+from batonq.kernels.packed import PackedWeights
 from batonq.kernels.program import Program
-from batonq.kernels.reference import ReferenceBackend
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Value of `BATONQ_CPU_ISA` that asks for the reference in torch.
 TORCH = "torch"
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
-    """Owns a program's packed weights and the memory of its KV blocks."""
+    """Owns a program's weights and the memory of its KV blocks."""
 
     @property
     def numerics_id(self) -> str:
@@ -39,9 +41,17 @@ class Backend(Protocol):
         """Stores the batch's keys and values; logits [rows asked for, vocabulary], valid until the next forward."""
 
 
-def make_backend(
-    program: Program, weights: Mapping[str, Tensor], num_blocks: int, num_threads: int | None = None
-) -> Backend:
+class Weights(Protocol):
+    """A program's weights, read from wherever they are when a backend asks for them."""
+
+    def packed(self) -> PackedWeights:
+        """In the compiled library's layout."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """By the names in `program.weights[i].sources`."""
+
+
+def make_backend(program: Program, weights: Weights, num_blocks: int, num_threads: int | None = None) -> Backend:
     """The compiled backend where it can run the program, else the reference in torch.
 
     `BATONQ_CPU_ISA` asks for an instruction set or for `torch`; BackendUnavailable is raised if it can't be had.
@@ -49,9 +59,12 @@ def make_backend(
     forced = os.environ.get(ISA_VARIABLE)
     if forced != TORCH:
         try:
-            return CpuBackend(program, weights, num_blocks, num_threads)
+            require_runnable(program)
+            return CpuBackend(program, weights.packed(), num_blocks, num_threads)
         except BackendUnavailable as error:
             if forced:
                 raise
             logger.warning("computing through torch, which is several times slower: %s", error)
-    return ReferenceBackend(program, weights, num_blocks, num_threads)
+    from batonq.kernels.reference import ReferenceBackend  # noqa: PLC0415  # torch, for this alone
+
+    return ReferenceBackend(program, weights.tensors(), num_blocks, num_threads)

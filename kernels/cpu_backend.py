@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping
 from dataclasses import fields
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from batonq.kernels import probe
 from batonq.kernels.batch import Batch
 from batonq.kernels.cpu_library import Team, best_isa, library
 from batonq.kernels.errors import BackendUnavailable
-from batonq.kernels.program import Embed, Linear, LmHead, Program
-from batonq.kernels.reference import materialise
+from batonq.kernels.packed import PackedWeights
+from batonq.kernels.program import Program
 
 #: Raised whenever a change of the library may alter a bit of any result.
 KERNEL_VERSION = 1
@@ -39,6 +37,13 @@ def why_not(program: Program) -> str | None:
     if max(groups, default=1) > _MAX_GROUP:
         return f"{max(groups)} query heads share a KV head, more than {_MAX_GROUP}"
     return None
+
+
+def require_runnable(program: Program) -> None:
+    """Raises BackendUnavailable if this program, or any, can't run here."""
+    if reason := why_not(program):
+        raise BackendUnavailable(reason)
+    best_isa()
 
 
 def encode(program: Program) -> npt.NDArray[np.int32]:
@@ -63,23 +68,24 @@ def _bits(value: float) -> int:
 
 
 class CpuBackend:
-    """A program with its weights, packed, and a KV cache of `num_blocks` blocks, zeroed, in the library's memory.
+    """A program with its weights and a KV cache of `num_blocks` blocks, zeroed, in the library's memory.
 
-    `weights` as for `ReferenceBackend`; they are not kept. `num_threads` are the library's own, the caller's included.
-    Raises BackendUnavailable if the library, the instruction set or the memory isn't there.
+    `num_threads` are the library's own, the caller's included. Raises BackendUnavailable if the library, the
+    instruction set or the memory isn't there.
     """
 
     def __init__(
         self,
         program: Program,
-        weights: Mapping[str, Tensor],
+        weights: PackedWeights,
         num_blocks: int,
         num_threads: int | None = None,
         isa: str | None = None,
     ) -> None:
-        if reason := why_not(program):
-            raise BackendUnavailable(reason)
+        require_runnable(program)
+        assert weights.program == program
         self.program = program
+        self._weights = weights
         self.isa = isa or best_isa()
         self.team = Team(num_threads)
         self._library = library()
@@ -91,18 +97,8 @@ class CpuBackend:
         if not self._handle:
             size = num_blocks * program.kv_cache.bytes_per_block
             raise BackendUnavailable(f"no instruction set {self.isa} here, or no memory for {size} bytes of KV cache")
-        matrices = {op.weight for op in program.ops if isinstance(op, Linear | LmHead | Embed)}
-        for index, weight in enumerate(program.weights):
-            self._set_weight(index, materialise(weight, weights).contiguous(), index in matrices)
-
-    def _set_weight(self, index: int, tensor: Tensor, is_matrix: bool) -> None:
-        if is_matrix:
-            done = self._library.batonq_set_matrix(self._handle, index, tensor.data_ptr(), *tensor.shape)
-        else:
-            tensor = tensor.float().contiguous()
-            done = self._library.batonq_set_values(self._handle, index, tensor.data_ptr(), tensor.numel())
-        if not done:
-            raise BackendUnavailable(f"no memory for weight {self.program.weights[index].name}")
+        for index in range(len(program.weights)):
+            self._library.batonq_set_weight(self._handle, index, weights.address(index), *weights.shape(index))
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -113,7 +109,9 @@ class CpuBackend:
     def numerics_id(self) -> str:
         """Names the arithmetic: two backends with the same id give the same bits."""
         dtype = self.program.dtype
-        forward = CpuBackend(probe.program(dtype), probe.weights(dtype), probe.NUM_BLOCKS, 1, self.isa).forward
+        program = probe.program(dtype)
+        weights = PackedWeights.pack(program, probe.weights(dtype).get)
+        forward = CpuBackend(program, weights, probe.NUM_BLOCKS, 1, self.isa).forward
         return f"{dtype.label}-{self.isa}-{KERNEL_VERSION}-{probe.digest(forward)}"
 
     @property

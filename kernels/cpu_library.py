@@ -1,4 +1,4 @@
-"""The compiled library of `kernels/cpu/`: where it lies, which instruction set runs, and the threads that share a step."""
+"""The compiled library of `kernels/cpu/`: where it lies, which instruction set runs, and the threads of a step."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ def library() -> ctypes.CDLL:
     loaded.batonq_create.restype = pointer
     loaded.batonq_create.argtypes = [pointer, ctypes.c_char_p, pointer, integer, integer]
     loaded.batonq_destroy.argtypes = [pointer]
-    loaded.batonq_set_values.restype = loaded.batonq_set_matrix.restype = ctypes.c_bool
-    loaded.batonq_set_values.argtypes = [pointer, ctypes.c_int, pointer, integer]
-    loaded.batonq_set_matrix.argtypes = [pointer, ctypes.c_int, pointer, integer, integer]
+    loaded.batonq_set_weight.restype = None
+    loaded.batonq_set_weight.argtypes = [pointer, ctypes.c_int, pointer, integer, integer]
     loaded.batonq_forward.restype = ctypes.c_bool
     loaded.batonq_forward.argtypes = [pointer, *[integer] * 4, *[pointer] * 7]
     loaded.batonq_cache.argtypes = [pointer, *[pointer] * 3]

@@ -11,8 +11,6 @@ from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from batonq.kernels.batch import Batch
 from batonq.kernels.program import (
@@ -77,15 +75,15 @@ def program(dtype: DType) -> Program:
     return b.build(KVCacheSpec(1, _KV_HEADS, _HEAD_DIM, dtype), _VOCAB, _POSITIONS, dtype, logits)
 
 
-def weights(dtype: DType) -> dict[str, Tensor]:
-    """The weights of `program(dtype)` in float32: multiples of 2⁻¹⁶ in [-0.5, 0.5), scrambled by Knuth's multiplier."""
-    tensors = {}
+def weights(dtype: DType) -> dict[str, npt.NDArray[np.float32]]:
+    """The weights of `program(dtype)`: multiples of 2⁻¹⁶ in [-0.5, 0.5), scrambled by Knuth's multiplier."""
+    arrays = {}
     for salt, weight in enumerate(program(dtype).weights):
         count = int(np.prod(weight.shape))
         words = (np.arange(count, dtype=np.uint64) + np.uint64(salt << 20)) * np.uint64(2654435761)
-        values = ((words >> np.uint64(16)) & np.uint64(0xFFFF)).astype(np.float32) / 65536 - 0.5
-        tensors[weight.name] = torch.from_numpy(values.reshape(weight.shape))
-    return tensors
+        whole = (words >> np.uint64(16) & np.uint64(0xFFFF)).astype(np.float32)
+        arrays[weight.name] = (whole * np.float32(2**-16) - np.float32(0.5)).reshape(weight.shape)
+    return arrays
 
 
 def digest(forward: Callable[[Batch], npt.NDArray[np.float32]]) -> str:

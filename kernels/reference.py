@@ -103,7 +103,8 @@ class ReferenceBackend:
     def numerics_id(self) -> str:
         """Names the arithmetic: two backends with the same id give the same bits."""
         dtype = self.program.dtype
-        forward = ReferenceBackend(probe.program(dtype), probe.weights(dtype), probe.NUM_BLOCKS).forward
+        weights = {name: torch.from_numpy(values) for name, values in probe.weights(dtype).items()}
+        forward = ReferenceBackend(probe.program(dtype), weights, probe.NUM_BLOCKS).forward
         return f"{dtype.label}-torch-{KERNEL_VERSION}-{probe.digest(forward)}"
 
     @property

@@ -12,6 +12,7 @@ from batonq.kernels import probe
 from batonq.kernels.cpu_backend import CpuBackend, why_not
 from batonq.kernels.cpu_library import best_isa
 from batonq.kernels.errors import BackendUnavailable
+from batonq.kernels.packed import PackedWeights
 from batonq.kernels.program import (
     NONE,
     Activation,
@@ -90,10 +91,20 @@ def weights(built: Program) -> dict[str, torch.Tensor]:
 def isa(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     try:
-        CpuBackend(probe.program(DType.FLOAT32), probe.weights(DType.FLOAT32), 1, 1, name)
+        compiled_probe(DType.FLOAT32, name)
     except BackendUnavailable as error:
         pytest.skip(str(error))
     return name
+
+
+def compiled(built: Program, isa: str, threads: int = 2, tensors: dict[str, torch.Tensor] | None = None) -> CpuBackend:
+    arrays = {name: tensor.float().numpy() for name, tensor in (tensors or weights(built)).items()}
+    return CpuBackend(built, PackedWeights.pack(built, arrays.get), NUM_BLOCKS, threads, isa)
+
+
+def compiled_probe(dtype: DType, isa: str) -> CpuBackend:
+    built = probe.program(dtype)
+    return CpuBackend(built, PackedWeights.pack(built, probe.weights(dtype).get), 3, 2, isa)
 
 
 def dirty(backend: CpuBackend) -> None:
@@ -122,7 +133,7 @@ def alone(backend: CpuBackend | ReferenceBackend, tokens: list[int]) -> torch.Te
 )
 def test_it_computes_what_the_reference_does(isa: str, dtype: DType, shape: dict[str, int]) -> None:
     built = program(dtype, **shape)
-    backend = CpuBackend(built, weights(built), NUM_BLOCKS, 2, isa)
+    backend = compiled(built, isa)
     dirty(backend)
     tokens = random.Random(1).choices(range(131), k=101)
     got = alone(backend, tokens)
@@ -146,9 +157,9 @@ def test_bits_depend_on_the_sequence_alone(isa: str, dtype: DType, window: int, 
     chance = random.Random(threads)
     built = program(dtype, window=window)
     sequences = [chance.choices(range(131), k=chance.randint(1, 140)) for _ in range(9)]
-    single = CpuBackend(built, weights(built), NUM_BLOCKS, 1, isa)
+    single = compiled(built, isa, 1)
     expected = [alone(single, tokens) for tokens in sequences]
-    backend = CpuBackend(built, weights(built), NUM_BLOCKS, threads, isa)
+    backend = compiled(built, isa, threads)
     dirty(backend)
     free = chance.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     blocks = [[free.pop() for _ in range(blocks_of(len(tokens)))] for tokens in sequences]
@@ -172,7 +183,7 @@ def test_bits_depend_on_the_sequence_alone(isa: str, dtype: DType, window: int, 
 
 def test_a_query_only_row_reads_and_does_not_store(isa: str) -> None:
     built = program(DType.BFLOAT16)
-    backend = CpuBackend(built, weights(built), NUM_BLOCKS, 2, isa)
+    backend = compiled(built, isa)
     tokens = list(range(64))
     expected = alone(backend, tokens)
     before = [memory.copy() for memory in backend.cache_bytes()]
@@ -184,7 +195,7 @@ def test_a_query_only_row_reads_and_does_not_store(isa: str) -> None:
 
 def test_no_row_and_no_logits(isa: str) -> None:
     built = program(DType.FLOAT32)
-    backend = CpuBackend(built, weights(built), NUM_BLOCKS, 2, isa)
+    backend = compiled(built, isa)
     quiet = forward(backend, make_batch([Piece([5, 6], 0, 2, [3], logits=False)]))
     assert quiet.shape == (0, 131)
 
@@ -200,12 +211,12 @@ def test_a_vocabulary_of_152k(isa: str) -> None:
     b.add(LmHead(chosen, embedding, logits))
     built = b.build(KVCacheSpec(1, 1, 16, DType.BFLOAT16), 151_936, 8, DType.BFLOAT16, logits)
     table = torch.randn(151_936, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    got = forward(CpuBackend(built, {"embedding": table}, 1, 2, isa), make_batch([Piece([151_935, 7], 0, 2, [0])]))
+    got = forward(compiled(built, isa, tensors={"embedding": table}), make_batch([Piece([151_935, 7], 0, 2, [0])]))
     torch.testing.assert_close(got.double(), table[[151_935, 7]].double() @ table.double().T, atol=1e-4, rtol=1e-4)
 
 
 def test_the_numerics_id_names_the_instruction_set(isa: str) -> None:
-    first, second = (CpuBackend(probe.program(dtype), probe.weights(dtype), 3, 2, isa).numerics_id for dtype in DType)
+    first, second = (compiled_probe(dtype, isa).numerics_id for dtype in DType)
     assert first.startswith(f"float32-{isa}-1-")
     assert second.startswith(f"bfloat16-{isa}-1-")
 
@@ -215,8 +226,8 @@ def test_what_it_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     odd = program(DType.FLOAT32, head_dim=24)
     assert why_not(odd) == "head_dim is 24, not a multiple of 16 up to 256"
     with pytest.raises(BackendUnavailable, match="head_dim is 24"):
-        CpuBackend(odd, weights(odd), 1)
+        compiled(odd, best_isa())
     monkeypatch.setenv("BATONQ_CPU_ISA", "sse9")
     assert best_isa() == "sse9"
     with pytest.raises(BackendUnavailable, match="no instruction set sse9 here"):
-        CpuBackend(program(DType.FLOAT32), weights(program(DType.FLOAT32)), 1)
+        compiled(program(DType.FLOAT32), best_isa())

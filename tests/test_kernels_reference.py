@@ -16,6 +16,10 @@ from batonq.kernels.reference import ReferenceBackend
 from tests.support.batches import Piece, forward, make_batch
 
 
+def probe_tensors(dtype: DType) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(values) for name, values in probe.weights(dtype).items()}
+
+
 def attention_by_the_formula(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int, scale: float, window: int
 ) -> torch.Tensor:
@@ -124,7 +128,7 @@ def test_op_codes_are_fixed_and_complete() -> None:
 def test_cache_spec_counts_the_bytes_of_a_block() -> None:
     spec = KVCacheSpec(layers=30, kv_heads=3, head_dim=64, dtype=DType.BFLOAT16)
     assert spec.bytes_per_block == 32 * 22.5 * 1024
-    backend = ReferenceBackend(probe.program(DType.FLOAT32), probe.weights(DType.FLOAT32), 3)
+    backend = ReferenceBackend(probe.program(DType.FLOAT32), probe_tensors(DType.FLOAT32), 3)
     stored = backend.keys.nbytes + backend.values.nbytes
     assert stored == 3 * backend.program.kv_cache.bytes_per_block
     assert not backend.keys.any()
@@ -134,7 +138,7 @@ def test_cache_spec_counts_the_bytes_of_a_block() -> None:
 def test_ids_name_dtype_and_layout() -> None:
     ids = set()
     for dtype in DType:
-        first, second = (ReferenceBackend(probe.program(dtype), probe.weights(dtype), 3) for _ in range(2))
+        first, second = (ReferenceBackend(probe.program(dtype), probe_tensors(dtype), 3) for _ in range(2))
         assert first.numerics_id == second.numerics_id
         assert first.numerics_id.startswith(f"{dtype.label}-torch-")
         assert first.layout_id == f"plain-{dtype.label}-1x2x32x32"
@@ -143,7 +147,7 @@ def test_ids_name_dtype_and_layout() -> None:
 
 
 def test_a_weight_that_does_not_fit_is_named() -> None:
-    weights = probe.weights(DType.FLOAT32)
+    weights = probe_tensors(DType.FLOAT32)
     with pytest.raises(WeightMismatch, match="weight down is missing"):
         ReferenceBackend(probe.program(DType.FLOAT32), {k: v for k, v in weights.items() if k != "down"}, 1)
     with pytest.raises(WeightMismatch, match=r"weight o has shape \[3, 3\]"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from batonq.engine.models import LoadedModel, ModelSource, load_model
 from batonq.kernels.backend import Backend, make_backend
-from batonq.kernels.program import Program
 from batonq.kernels.reference import ReferenceBackend
 from tests.support import models, tiny_models
 from tests.support.batches import Piece, blocks_of, fill_with_nan, forward, make_batch
@@ -55,7 +54,7 @@ def test_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
     tokens = tokens_of(150, model.program.vocab_size, 1)
     with torch.no_grad():
         expected = oracle(torch.tensor([tokens])).logits[0]
-    backend = ReferenceBackend(model.program, model.weights, NUM_BLOCKS)
+    backend = ReferenceBackend(model.program, model.tensors(), NUM_BLOCKS)
     fill_with_nan(backend)
     blocks = scattered(blocks_of(150), 2)
     for cuts in ([], [1], [32, 64, 65, 66, 149], [7, 100], list(range(100, 150))):
@@ -77,10 +76,10 @@ def test_neighbours_chunks_and_places_do_not_change_a_bit(
     sequences = [tokens_of(length, model.program.vocab_size, index) for index, length in enumerate(lengths)]
     alone = []
     for tokens in sequences:
-        backend = ReferenceBackend(model.program, model.weights, NUM_BLOCKS)
+        backend = ReferenceBackend(model.program, model.tensors(), NUM_BLOCKS)
         alone.append(run_in_chunks(backend, tokens, list(range(blocks_of(len(tokens)))), []))
 
-    together = ReferenceBackend(model.program, model.weights, NUM_BLOCKS)
+    together = ReferenceBackend(model.program, model.tensors(), NUM_BLOCKS)
     fill_with_nan(together)
     free = scattered(NUM_BLOCKS, data.draw(st.integers(0, 100)))
     tables = [[free.pop() for _ in range(blocks_of(length))] for length in lengths]
@@ -100,7 +99,7 @@ def test_neighbours_chunks_and_places_do_not_change_a_bit(
 
 def test_many_decodes_at_once_are_as_alone(loaded: LoadedModel) -> None:
     lengths = [1, 2, 31, 32, 33, 64, 65, 90, 150, 3]
-    backend = ReferenceBackend(loaded.program, loaded.weights, NUM_BLOCKS)
+    backend = ReferenceBackend(loaded.program, loaded.tensors(), NUM_BLOCKS)
     fill_with_nan(backend)
     free = scattered(NUM_BLOCKS, 5)
     pieces = []
@@ -117,7 +116,7 @@ def test_many_decodes_at_once_are_as_alone(loaded: LoadedModel) -> None:
 
 def test_a_sequence_may_read_a_block_that_another_fills_in_the_same_batch(loaded: LoadedModel) -> None:
     tokens = tokens_of(50, loaded.program.vocab_size, 3)
-    backend = ReferenceBackend(loaded.program, loaded.weights, NUM_BLOCKS)
+    backend = ReferenceBackend(loaded.program, loaded.tensors(), NUM_BLOCKS)
     expected = forward(backend, make_batch([Piece(tokens, 0, 50, [0, 1])]))
     fill_with_nan(backend)
     shared = [Piece(tokens, 32, 50, [7, 9]), Piece(tokens, 0, 32, [7], logits=False)]
@@ -130,7 +129,7 @@ def test_the_number_of_threads_does_not_change_a_bit(loaded: LoadedModel) -> Non
     try:
         one, two = (
             forward(
-                ReferenceBackend(loaded.program, loaded.weights, 3, threads),
+                ReferenceBackend(loaded.program, loaded.tensors(), 3, threads),
                 make_batch([Piece(tokens, 0, 90, [2, 0, 1])]),
             )
             for threads in (1, 2)
@@ -142,7 +141,7 @@ def test_the_number_of_threads_does_not_change_a_bit(loaded: LoadedModel) -> Non
 
 def test_a_query_only_token_has_the_same_logits_and_stores_nothing(loaded: LoadedModel) -> None:
     tokens = tokens_of(64, loaded.program.vocab_size, 9)
-    backend = ReferenceBackend(loaded.program, loaded.weights, 3)
+    backend = ReferenceBackend(loaded.program, loaded.tensors(), 3)
     expected = forward(backend, make_batch([Piece(tokens, 0, 64, [2, 0])]))
     backend.keys[:, 0, :, 31] += 1
     backend.values[:, 0, :, 31] -= 1
@@ -159,10 +158,17 @@ def test_a_query_only_token_has_the_same_logits_and_stores_nothing(loaded: Loade
     assert torch.equal(forward(backend, make_batch([query_only, writer])), expected[-1:])
 
 
-@pytest.mark.parametrize("make", [ReferenceBackend, make_backend])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: ReferenceBackend(model.program, model.tensors(), 2),
+        lambda model: make_backend(model.program, model, 2),
+    ],
+    ids=["reference", "compiled"],
+)
 @pytest.mark.parametrize("variant", tiny_models.FAMILIES.values(), ids=tiny_models.FAMILIES)
 def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(
-    variant: str, make: Callable[[Program, Mapping[str, torch.Tensor], int], Backend], tmp_path: Path
+    variant: str, make: Callable[[LoadedModel], Backend], tmp_path: Path
 ) -> None:
     oracle = tiny_models.save(variant, tmp_path)
     tokens = tokens_of(60, 160, 6)
@@ -171,7 +177,7 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(
         oracle.to(dtype=torch.bfloat16)  # type: ignore[call-arg]
         theirs = oracle(torch.tensor([tokens])).logits[0].float()
     model = load_model(ModelSource("tiny", tmp_path), "bfloat16")
-    ours = forward(make(model.program, model.weights, 2), make_batch([Piece(tokens, 0, 60, [1, 0])]))
+    ours = forward(make(model), make_batch([Piece(tokens, 0, 60, [1, 0])]))
     assert (ours - exact).abs().max() <= 2 * (theirs - exact).abs().max()
     assert (ours - exact).square().mean() < 1.5 * (theirs - exact).square().mean()
 
@@ -182,7 +188,7 @@ def test_smollm2_continues_as_transformers_does() -> None:
     model = models.smollm2()
     oracle = AutoModelForCausalLM.from_pretrained(model.directory)
     tokens = tokens_of(40, 49152, 8)
-    backend = ReferenceBackend(model.program, model.weights, 4)
+    backend = ReferenceBackend(model.program, model.tensors(), 4)
     logits = forward(backend, make_batch([Piece(tokens, 0, 40, [3, 1])]))
     with torch.no_grad():
         output = oracle(torch.tensor([tokens]))

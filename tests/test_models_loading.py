@@ -67,7 +67,7 @@ def test_shards_are_the_same_model(family: str, tmp_path: Path, own_cache: Path)
     tiny_models.save(variant, tmp_path / "one")
     tiny_models.save(variant, tmp_path / "many", max_shard_size="60KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
-    one, many = (load_model(ModelSource("x", tmp_path / name)).weights for name in ("one", "many"))
+    one, many = (load_model(ModelSource("x", tmp_path / name)).tensors() for name in ("one", "many"))
     assert one.keys() == many.keys()
     assert all(torch.equal(one[name], many[name]) for name in one)
     next((tmp_path / "many").glob("*.safetensors")).unlink()
@@ -84,8 +84,8 @@ def test_bfloat16_files_are_read_as_they_are(family: str, tmp_path: Path, own_ca
     with torch.no_grad():
         expected = oracle(torch.tensor([tokens])).logits[0]
     model = load_model(ModelSource("m", tmp_path / "m"))
-    assert {tensor.dtype for name, tensor in model.weights.items() if "rope" not in name} == {torch.bfloat16}
-    backend = ReferenceBackend(model.program, model.weights, 2)
+    assert {tensor.dtype for name, tensor in model.tensors().items() if "rope" not in name} == {torch.bfloat16}
+    backend = ReferenceBackend(model.program, model.tensors(), 2)
     logits = forward(backend, make_batch([Piece(tokens, 0, len(tokens), [0, 1])]))
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
 
@@ -97,13 +97,17 @@ def test_bfloat16_files_are_read_as_they_are(family: str, tmp_path: Path, own_ca
         (lambda tensors: tensors.update(extra=torch.zeros(1)), "hold unexpectedly extra"),
     ],
 )
-def test_names_that_do_not_match_are_refused(change: Any, words: str, tiny: Path, tmp_path: Path) -> None:
+def test_names_that_do_not_match_are_refused(
+    change: Any, words: str, tiny: Path, tmp_path: Path, own_cache: Path
+) -> None:
     shutil.copytree(tiny, tmp_path / "m")
     tensors = load_file(tmp_path / "m" / "model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "m" / "model.safetensors")
-    with pytest.raises(ModelNotUsable, match=words):
-        load_model(ModelSource("m", tmp_path / "m"))
+    model = load_model(ModelSource("m", tmp_path / "m"))
+    for read in (model.tensors, model.packed):
+        with pytest.raises(ModelNotUsable, match=words):
+            read()
 
 
 def test_names_without_use_are_passed_over(tiny: Path, tmp_path: Path, own_cache: Path) -> None:
@@ -112,7 +116,7 @@ def test_names_without_use_are_passed_over(tiny: Path, tmp_path: Path, own_cache
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
     save_file(tensors, tmp_path / "m" / "model.safetensors")
-    assert "lm_head.weight" not in load_model(ModelSource("m", tmp_path / "m")).weights
+    assert "lm_head.weight" not in load_model(ModelSource("m", tmp_path / "m")).tensors()
 
 
 def test_damaged_files_are_named(tiny: Path, tmp_path: Path) -> None:
@@ -121,7 +125,7 @@ def test_damaged_files_are_named(tiny: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny, tmp_path / "m")
     (tmp_path / "m" / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(ModelNotUsable, match=r"model\.safetensors can't be read"):
-        load_model(ModelSource("m", tmp_path / "m"))
+        load_model(ModelSource("m", tmp_path / "m")).tensors()
     (tmp_path / "m" / "model.safetensors").unlink()
     with pytest.raises(ModelNotUsable, match=r"neither model\.safetensors nor"):
         load_model(ModelSource("m", tmp_path / "m"))

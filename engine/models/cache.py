@@ -6,8 +6,12 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+_Opened = TypeVar("_Opened")
 
 
 def cache_directory() -> Path:
@@ -29,9 +33,7 @@ def directory_made_once(path: Path, make: Callable[[Path], None]) -> Path:
 
     `make` fills a temporary directory beside it, which is renamed when complete; the lock file beside it stays.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / f"{path.name}.lock").open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(path):
         if path.is_dir():
             return path
         for abandoned in path.parent.glob(f".{path.name}.*"):  # by a process that died here, as the lock is ours
@@ -43,3 +45,36 @@ def directory_made_once(path: Path, make: Callable[[Path], None]) -> Path:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return path
+
+
+def file_made_once(path: Path, read: Callable[[], _Opened | None], make: Callable[[BinaryIO], None]) -> _Opened:
+    """What `read` makes of `path`; where that is None, `make` writes the file anew, in one process only.
+
+    It becomes `path` when it is whole and on the disk, whatever happens to the machine; the lock file beside it stays.
+    """
+    if (opened := read()) is not None:
+        return opened
+    with _locked(path):
+        if (opened := read()) is not None:
+            return opened
+        temporary = path.parent / f".{path.name}"
+        try:
+            with temporary.open("wb") as file:
+                make(file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        opened = read()
+        assert opened is not None, path
+        return opened
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keeps other processes, and other threads, from making `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f"{path.name}.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

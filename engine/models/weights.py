@@ -9,13 +9,13 @@ import json
 from collections.abc import Iterable
 from hashlib import blake2b, file_digest
 from pathlib import Path
-
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from batonq.engine.errors import ModelNotUsable
 from batonq.engine.models.cache import cache_directory, write_atomically
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -40,6 +40,10 @@ def load_weights(directory: Path, expected: Iterable[str], unused: tuple[str, ..
     A missing name or an unexpected one, other than those that end in one of `unused`, raises `ModelNotUsable`:
     either means that the config doesn't describe these weights.
     """
+    # Imported here: only a first use of a model, and the backend in torch, need them.
+    from safetensors import SafetensorError  # noqa: PLC0415
+    from safetensors.torch import load_file  # noqa: PLC0415
+
     tensors: dict[str, Tensor] = {}
     for path in weight_files(directory):
         try:

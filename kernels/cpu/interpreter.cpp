@@ -73,7 +73,7 @@ struct Buffer {
 
 // `depth` is `columns` rounded up to what one multiplication takes.
 struct Weight {
-  Memory memory;
+  const void* data = nullptr;
   int64_t rows = 0, columns = 0, depth = 0;
 };
 
@@ -114,21 +114,9 @@ class Interpreter {
     values_ = Memory(layer_bytes_ * layers_);
   }
 
-  // A constant that is read as it is: `count` floats.
-  void set_values(int index, const float* data, int64_t count) {
-    weights_[index].memory = Memory(count * sizeof(float));
-    std::memcpy(weights_[index].memory.data(), data, count * sizeof(float));
-  }
-
-  // A matrix [rows, columns] of the program's dtype, for products and embeddings: packed into panels (kernels.h).
-  void set_matrix(int index, const void* data, int64_t rows, int64_t columns) {
-    Weight& weight = weights_[index];
-    weight.rows = rows, weight.columns = columns;
-    weight.depth = dtype_ == DType::kBFloat16 ? round_up(columns, 2) : columns;
-    weight.memory = Memory(round_up(rows, kPanel) * weight.depth * item_size(dtype_));
-    team_.run([&](int rank) {
-      for (int64_t row = rank; row < rows; row += team_.size()) pack_row(weight, data, row);
-    });
+  // Borrowed: a matrix in panels (kernels.h) of the program's dtype, or floats that are read as they are.
+  void set_weight(int index, const void* data, int64_t rows, int64_t columns) {
+    weights_[index] = {data, rows, columns, dtype_ == DType::kBFloat16 ? round_up(columns, 2) : columns};
   }
 
   void cache(void** keys, void** values, int64_t* size) const {
@@ -157,26 +145,13 @@ class Interpreter {
   }
 
  private:
-  void pack_row(Weight& weight, const void* data, int64_t row) {
-    const int64_t panel = row / kPanel, lane = row % kPanel;
-    if (dtype_ == DType::kBFloat16) {
-      const bf16* from = static_cast<const bf16*>(data) + row * weight.columns;
-      bf16* to = reinterpret_cast<bf16*>(weight.memory.data()) + panel * kPanel * weight.depth;
-      for (int64_t k = 0; k < weight.columns; ++k) to[(k / 2) * 2 * kPanel + lane * 2 + k % 2] = from[k];
-    } else {
-      const float* from = static_cast<const float*>(data) + row * weight.columns;
-      float* to = reinterpret_cast<float*>(weight.memory.data()) + panel * kPanel * weight.depth;
-      for (int64_t k = 0; k < weight.columns; ++k) to[k * kPanel + lane] = from[k];
-    }
-  }
-
   Matrix matrix(int index) {
     Buffer& buffer = buffers_[index];
     if (index == output_) return {batch_->out, vocabulary_, buffer.dtype};
     return {buffer.memory.data(), buffer.stride(), buffer.dtype};
   }
 
-  const float* floats(int index) const { return reinterpret_cast<const float*>(weights_[index].memory.data()); }
+  const float* floats(int index) const { return static_cast<const float*>(weights_[index].data); }
 
   struct Share {
     int64_t begin, end;
@@ -210,7 +185,7 @@ class Interpreter {
     for (int64_t t = rows.begin; t < rows.end; ++t) {
       const int64_t id = batch_->token_ids[t], panel = id / kPanel, lane = id % kPanel;
       if (dtype_ == DType::kBFloat16) {
-        const bf16* from = reinterpret_cast<const bf16*>(weight.memory.data()) + panel * kPanel * weight.depth + lane * 2;
+        const bf16* from = static_cast<const bf16*>(weight.data) + panel * kPanel * weight.depth + lane * 2;
         for (int64_t k = 0; k < weight.columns; ++k) out.row<bf16>(t)[k] = from[(k / 2) * 2 * kPanel + k % 2];
       } else {
         const float* from = floats(op[1]) + panel * kPanel * weight.depth + lane;
@@ -244,7 +219,7 @@ class Interpreter {
 
   void product(int x, int w, int bias, int out, int rank) {
     const Weight& weight = weights_[w];
-    const Product p{matrix(x), matrix(out), weight.memory.data(), bias < 0 ? nullptr : floats(bias), weight.depth,
+    const Product p{matrix(x), matrix(out), weight.data, bias < 0 ? nullptr : floats(bias), weight.depth,
                     weight.rows};
     const int64_t rows = rows_of(x), panels = round_up(weight.rows, kPanel) / kPanel;
     // Many rows: each member takes some of them through all panels. Few: each takes some panels.
@@ -396,22 +371,9 @@ EXPORT Interpreter* batonq_create(batonq::Team* team, const char* isa, const int
   }
 }
 
-EXPORT bool batonq_set_values(Interpreter* self, int index, const float* data, int64_t count) {
-  try {
-    self->set_values(index, data, count);
-  } catch (const std::exception&) {
-    return false;
-  }
-  return true;
-}
-
-EXPORT bool batonq_set_matrix(Interpreter* self, int index, const void* data, int64_t rows, int64_t columns) {
-  try {
-    self->set_matrix(index, data, rows, columns);
-  } catch (const std::exception&) {
-    return false;
-  }
-  return true;
+// A weight, packed as `kernels/packed.py` does, which must outlive `self`.
+EXPORT void batonq_set_weight(Interpreter* self, int index, const void* data, int64_t rows, int64_t columns) {
+  self->set_weight(index, data, rows, columns);
 }
 
 // Arrays as in `kernels/batch.py`; `out` is float32 [logits, vocabulary].
