@@ -22,7 +22,7 @@ from batonq.kernels.packed import PackedWeights
 from batonq.kernels.program import Program
 
 #: Raised whenever a change of the library may alter a bit of any result.
-KERNEL_VERSION = 1
+KERNEL_VERSION = 2
 
 #: Bounds of the attention kernel (`kMaxHeadDim`, `kMaxRows` in kernels.h).
 _MAX_HEAD_DIM, _MAX_GROUP = 256, 32

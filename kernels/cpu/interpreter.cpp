@@ -221,15 +221,9 @@ class Interpreter {
     const Weight& weight = weights_[w];
     const Product p{matrix(x), matrix(out), weight.data, bias < 0 ? nullptr : floats(bias), weight.depth,
                     weight.rows};
-    const int64_t rows = rows_of(x), panels = round_up(weight.rows, kPanel) / kPanel;
-    // Many rows: each member takes some of them through all panels. Few: each takes some panels.
-    if (rows >= 6 * 2 * team_.size()) {
-      const Share mine = share(rows, rank, 6);
-      if (mine.begin < mine.end) kernels_.product(p, 0, panels, mine.begin, mine.end);
-    } else {
-      const Share mine = share(panels, rank);
-      if (mine.begin < mine.end && rows > 0) kernels_.product(p, mine.begin, mine.end, 0, rows);
-    }
+    const int64_t rows = rows_of(x);
+    const Share mine = share(weight.rows, rank, kColumnGrain);
+    if (mine.begin < mine.end && rows > 0) kernels_.product(p, mine.begin, mine.end, 0, rows);
   }
 
   void rope_store(const int32_t* op, int rank) {
@@ -238,15 +232,13 @@ class Interpreter {
     const Share rows = share(batch_->tokens, rank);
     for (int64_t t = rows.begin; t < rows.end; ++t) {
       const int64_t position = batch_->positions[t];
+      if (t + 1 < rows.end) fetch_slot(layer, t + 1);
       for (int h = 0; h < q_heads + kv_heads_; ++h)
         rows_for(qkv).rotate(at(qkv, t, static_cast<int64_t>(h) * head_dim_), floats(op[2]) + position * half,
                              floats(op[3]) + position * half, half);
-      const int64_t s = sequence_of_[t];
-      if (position < batch_->store_from[s]) continue;
-      const int64_t block = batch_->block_tables[s * batch_->table_width + position / kBlock];
+      if (position < batch_->store_from[sequence_of_[t]]) continue;
       for (int h = 0; h < kv_heads_; ++h) {
-        const int64_t base = layer * layer_bytes_ + block * block_bytes_ +
-                             static_cast<int64_t>(h) * kBlock * head_dim_ * item_size(dtype_);
+        const int64_t base = base_of(layer, t, h);
         const char* k = at(qkv, t, static_cast<int64_t>(q_heads + h) * head_dim_);
         const char* v = at(qkv, t, static_cast<int64_t>(q_heads + kv_heads_ + h) * head_dim_);
         if (dtype_ == DType::kBFloat16) {
@@ -255,6 +247,25 @@ class Interpreter {
           store_floats(k, v, base, position % kBlock);
         }
       }
+    }
+  }
+
+  // Offset of a token's block of keys, or of values, for one head.
+  int64_t base_of(int layer, int64_t t, int head) const {
+    const int64_t position = batch_->positions[t];
+    const int64_t block = batch_->block_tables[sequence_of_[t] * batch_->table_width + position / kBlock];
+    return layer * layer_bytes_ + block * block_bytes_ + static_cast<int64_t>(head) * kBlock * head_dim_ * item_size(dtype_);
+  }
+
+  // Asks for the lines that the token's key and value will be stored in: one for each pair of columns.
+  void fetch_slot(int layer, int64_t t) const {
+    const int64_t slot = batch_->positions[t] % kBlock, line = 64;
+    const int64_t half = head_dim_ * 16 * item_size(dtype_), row = 2 * head_dim_ * item_size(dtype_);
+    for (int h = 0; h < kv_heads_; ++h) {
+      const int64_t base = base_of(layer, t, h);
+      const char *keys = keys_.data() + base + slot / 16 * half, *values = values_.data() + base + slot / 2 * row;
+      for (int64_t at = 0; at < half; at += line) __builtin_prefetch(keys + at, 1);
+      for (int64_t at = 0; at < row; at += line) __builtin_prefetch(values + at, 1);
     }
   }
 
@@ -328,7 +339,7 @@ class Interpreter {
       std::memcpy(at(out, l, 0), at(x, batch_->logits_rows[l], 0), buffers_[op[2]].width * item_size(x.dtype));
   }
 
-  static constexpr int kTileTokens = 8;
+  static constexpr int kTileTokens = 16;
 
   const Kernels& kernels_;
   Team& team_;

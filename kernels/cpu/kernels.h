@@ -12,10 +12,11 @@ namespace batonq {
 using bf16 = uint16_t;
 
 constexpr int kPanel = 64;   // columns of a packed weight panel
+constexpr int kColumnGrain = 32;  // columns are dealt out to threads in these
 constexpr int kBlock = 32;   // tokens of a KV block
 constexpr int kStride = 32;  // rows of activations are padded with zeros to a multiple of this
 constexpr int kMaxHeadDim = 256;
-constexpr int kMaxRows = 32;  // query heads times tokens of one attention job
+constexpr int kMaxRows = 48;  // query heads times tokens of one attention job
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1 };
 
@@ -33,8 +34,8 @@ struct Matrix {
   }
 };
 
-// out = x · wᵀ (+ bias), for panels [first, last) of a packed weight with `columns` columns and depth `depth`, and rows
-// [begin, end). Packed: bf16 [panel][depth/2][64][2], fp32 [panel][depth][64]; depth and columns are padded with zeros.
+// out = x · wᵀ (+ bias), for columns [first, last), which begin at a multiple of kColumnGrain, of a packed weight with
+// `columns` columns and depth `depth`, and rows [begin, end). Packed: bf16 [panel][depth/2][64][2], fp32 [panel][depth][64]; depth and columns are padded with zeros.
 struct Product {
   Matrix x;
   Matrix out;
@@ -77,7 +78,7 @@ struct RowKernels {
 // Everything for one instruction set.
 struct Kernels {
   const char* name;
-  void (*product)(const Product& p, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end);
+  void (*product)(const Product& p, int64_t first, int64_t last, int64_t begin, int64_t end);
   RowKernels rows[2];  // by DType
 };
 

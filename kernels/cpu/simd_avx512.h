@@ -22,6 +22,9 @@ inline __mmask16 first(int64_t count) {
   return count >= kLanes ? 0xFFFF : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
 }
 
+// Asks for the line at p: it will be needed soon.
+inline void fetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+
 inline V zero() { return _mm512_setzero_ps(); }
 inline V splat(float x) { return _mm512_set1_ps(x); }
 inline V load(const float* p) { return _mm512_loadu_ps(p); }
@@ -33,14 +36,18 @@ inline V load(const bf16* p, int64_t count) {
 inline void store(float* p, V v) { _mm512_storeu_ps(p, v); }
 inline void store(float* p, V v, int64_t count) { _mm512_mask_storeu_ps(p, first(count), v); }
 
-// Round to nearest even, as integers, so that every instruction set gives the same bits. NaN stays NaN.
+// Round to nearest even. NaN stays NaN.
 inline __m256i to_bf16(V v) {
+#ifdef BATONQ_BF16
+  return (__m256i)_mm512_cvtneps_pbh(v);
+#else
   const __m512i bits = _mm512_castps_si512(v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
   const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
   return _mm512_cvtepi32_epi16(
       _mm512_srli_epi32(_mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000)), 16));
+#endif
 }
 inline void store(bf16* p, V v, int64_t count) { _mm256_mask_storeu_epi16(p, first(count), to_bf16(v)); }
 
