@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -27,6 +28,7 @@ PACKING_VERSION = 1
 #: Columns of a panel (`kPanel` in kernels.h).
 _PANEL = 64
 _CACHE_LINE, _PAGE = 64, 4096
+_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 Float32 = npt.NDArray[np.float32]
 #: The tensor of a name in `program.weights[i].sources`; None if there is none.
@@ -54,20 +56,20 @@ class PackedWeights:
 
     @classmethod
     def open(cls, path: Path, program: Program) -> PackedWeights | None:
-        """Those in a file, mapped; None if there is no file, or it doesn't hold this program's weights whole."""
+        """Those in a file, all in memory; None if there is no file, or it doesn't hold this program's weights whole."""
         header, places = _layout(program)
         try:
             with path.open("rb") as file:
                 if file.read(len(header)) != header or file.seek(0, 2) != _end(places):
                     return None
-                return cls(program, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+                return cls(program, _on_huge_pages(file))
         except FileNotFoundError:
             return None
 
     @classmethod
     def pack(cls, program: Program, find: Find) -> PackedWeights:
         """Packed in memory; otherwise as `write`."""
-        memory = mmap.mmap(-1, _end(_layout(program)[1]))
+        memory = mmap.mmap(-1, _end(_layout(program)[1]), _ANONYMOUS)
         write(memory, program, find)
         return cls(program, memory)
 
@@ -141,6 +143,36 @@ def _round_up(value: int, to: int) -> int:
 
 def _end(places: tuple[_Place, ...]) -> int:
     return places[-1].offset + places[-1].size
+
+
+def _on_huge_pages(file: BinaryIO) -> mmap.mmap:
+    """A file's bytes in memory: mapped where the file system gives it huge pages, else copied to some.
+
+    A decode reads all weights, and on pages of 4 KiB takes 4 to 39 per cent longer.
+    """
+    before = _huge_file_pages()
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    _ask_for_huge_pages(mapped)
+    content = np.frombuffer(mapped, np.uint8)
+    content[:: mmap.PAGESIZE].max()  # touches every page, so that it is read now
+    if _huge_file_pages() - before > len(mapped) // 2:
+        return mapped
+    copy = mmap.mmap(-1, len(mapped), _ANONYMOUS)
+    _ask_for_huge_pages(copy)
+    np.frombuffer(copy, np.uint8)[:] = content
+    return copy
+
+
+def _ask_for_huge_pages(memory: mmap.mmap) -> None:
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def _huge_file_pages() -> int:
+    """Bytes of files that this process has mapped in huge pages, as far as the kernel says."""
+    with suppress(FileNotFoundError), Path("/proc/self/smaps_rollup").open(encoding="ascii") as lines:
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("FilePmdMapped:"))
+    return 0
 
 
 def _joined(weight: Weight, find: Find) -> Float32:

@@ -10,7 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from batonq.engine.errors import ModelNotFound, ModelNotUsable, UnsupportedModel
-from batonq.engine.models import ModelConfig, ModelSource, load_model, resolve_model, source
-from batonq.engine.models.cache import directory_made_once
+from batonq.engine.models import ModelConfig, ModelSource, load_model, loader, resolve_model, source
+from batonq.engine.models.cache import directory_made_once, file_made_once
 from batonq.kernels.program import BLOCK_SIZE
 from batonq.kernels.reference import ReferenceBackend
 from tests.support import models, tiny_models
@@ -254,6 +254,59 @@ def test_a_failed_or_killed_making_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / ".key.abandoned").mkdir()  # as a kill leaves it
     directory_made_once(tmp_path / "key", lambda target: (target / "file").touch())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock"]
+
+
+def test_a_file_is_made_once_by_whoever_comes_first(tmp_path: Path) -> None:
+    made = []
+    barrier = Barrier(4)
+    path = tmp_path / "key"
+    (tmp_path / ".key").write_text("what a killed process had made of it")
+
+    def make(file: BinaryIO) -> None:
+        made.append(file.name)
+        file.write(b"whole")
+
+    def read() -> str | None:
+        return path.read_text() if path.is_file() else None
+
+    def ask(_: int) -> str:
+        barrier.wait()
+        return file_made_once(path, read, make)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(4))) == ["whole"] * 4
+    assert len(made) == 1
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["key", "key.lock"]
+
+
+def test_a_file_whose_making_fails_is_not_there(tmp_path: Path) -> None:
+    def fail(file: BinaryIO) -> None:
+        file.write(b"half")
+        raise ValueError("no memory")
+
+    with pytest.raises(ValueError, match="no memory"):
+        file_made_once(tmp_path / "key", lambda: None, fail)
+    assert [file.name for file in tmp_path.iterdir()] == ["key.lock"]
+
+
+def test_weights_are_packed_once_and_anew_where_the_file_is_damaged(
+    tiny: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=loader.logger.name)
+    model = load_model(ModelSource("tiny", tiny), "bfloat16")
+    model.packed()
+    assert "packing the weights of tiny" in caplog.text
+    (path,) = (file for file in (own_cache / "packed").iterdir() if file.suffix != ".lock")
+    whole = path.read_bytes()
+    caplog.clear()
+    load_model(ModelSource("same files, other name", tiny), "bfloat16").packed()
+    assert not caplog.records
+    path.write_bytes(whole[:-100])
+    model.packed()
+    assert "packing" in caplog.text
+    assert path.read_bytes() == whole
+    load_model(ModelSource("tiny", tiny)).packed()
+    assert len(list((own_cache / "packed").iterdir())) == 4  # a file and its lock for each dtype
 
 
 def test_the_alias_is_converted_once_and_then_needs_no_transformers(caplog: pytest.LogCaptureFixture) -> None:

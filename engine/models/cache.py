@@ -63,6 +63,8 @@ def file_made_once(path: Path, read: Callable[[], _Opened | None], make: Callabl
                 make(file)
                 file.flush()
                 os.fsync(file.fileno())
+                # The pages that were written piece by piece are small: who maps the file reads it into larger ones.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
