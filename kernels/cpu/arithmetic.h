@@ -193,15 +193,16 @@ void rotate(T* head, const float* cos, const float* sin, int64_t half) {
 // chunks that begin at multiples of kChunk, with a running maximum and sum (Milakov and Gimelshein, arXiv:1805.02867).
 // Rows go together only to read a block once: a key that a row doesn't see weighs exactly 0 in it.
 
-constexpr int kChunkBlocks = 4, kChunk = kChunkBlocks * kBlock;
+constexpr int kChunkBlocks = 8, kChunk = kChunkBlocks * kBlock;
 constexpr int kBlockVectors = kBlock / kLanes;
 constexpr int kScoreVectors = kTileVectors < kBlockVectors ? kTileVectors : kBlockVectors;
 
-// Keys and values of a chunk's blocks, and those that are needed next: where there is none, the last ones again.
+// A chunk's blocks. While one is read, what is read next is fetched: the next block of keys, the first of values, the next
+// block of values, and the keys of the next chunk or of the next job.
 template <typename T>
 struct Chunk {
-  const T *keys[kChunkBlocks], *values[kChunkBlocks];
-  const T* next_keys[kChunkBlocks];
+  const T* keys[kChunkBlocks];
+  const T* values[kChunkBlocks + 1];  // and what comes after them
   int blocks;
   int held;  // tokens in them
 };
@@ -276,7 +277,7 @@ inline void mix(float (*sums)[kMaxHeadDim], const float* factor, const bf16 (*we
       const bf16* pair = chunk.values[block] + at + kLanes * j * 2;
       // A second token that doesn't exist may be anything, NaN included: it is masked.
       v[j] = token + 1 < chunk.held ? load_pairs(pair) : load_firsts(pair);
-      fetch(chunk.next_keys[block] + at + kLanes * j * 2);
+      fetch(chunk.values[block + 1] + at + kLanes * j * 2);
     }
     for (int r = 0; r < R; ++r) {
       const Pairs a = splat_pair(weights[r] + token);
@@ -298,7 +299,7 @@ inline void mix(float (*sums)[kMaxHeadDim], const float* factor, const float (*w
     V v[J];
     for (int j = 0; j < J; ++j) {
       v[j] = load(chunk.values[block] + at + kLanes * j);
-      fetch(chunk.next_keys[block] + at + kLanes * j);
+      fetch(chunk.values[block + 1] + at + kLanes * j);
     }
     for (int r = 0; r < R; ++r) {
       const V a = splat(weights[r][token]);
@@ -356,12 +357,14 @@ void through_chunk(Rows<T>& rows, int first, const Chunk<T>& chunk, const Attent
   alignas(64) float s[R][kChunk];
   alignas(64) T weights[R][kChunk];
   float factor[R];
-  for (int b = 0; b < chunk.blocks; ++b)
+  for (int b = 0; b < chunk.blocks; ++b) {
+    const T* ahead = b + 1 < chunk.blocks ? chunk.keys[b + 1] : chunk.values[0];
     for (int v = 0; v < kBlockVectors; v += kScoreVectors) {
       const int64_t at = static_cast<int64_t>(v) * kLanes * job.head_dim;
-      scores<R, kScoreVectors>(rows.q + first, chunk.keys[b] + at, chunk.values[b] + at, job.head_dim,
+      scores<R, kScoreVectors>(rows.q + first, chunk.keys[b] + at, ahead + at, job.head_dim,
                                reinterpret_cast<float(*)[kChunk]>(&s[0][b * kBlock + v * kLanes]));
     }
+  }
   weigh<R>(rows, first, s, weights, chunk.blocks * kBlockVectors, job.scale * 1.44269504f, factor);
   int column = 0;
   constexpr int wide = kTileVectors;
@@ -386,7 +389,7 @@ void attend(const AttentionJob& job) {
   const int last = rows.position[count - 1], last_block = last / kBlock;
   const int seen_from = job.window > 0 ? std::max(0, rows.position[0] - job.window + 1) : 0;
   const auto at = [&](const void* memory, int block) {
-    const int64_t index = static_cast<int64_t>(job.block_table[std::min(block, last_block)]) * job.kv_heads + job.kv_head;
+    const int64_t index = static_cast<int64_t>(job.block_table[block]) * job.kv_heads + job.kv_head;
     return static_cast<const T*>(memory) + index * kBlock * job.head_dim;
   };
   for (int block = seen_from / kChunk * kChunkBlocks; block <= last_block; block += kChunkBlocks) {
@@ -394,10 +397,10 @@ void attend(const AttentionJob& job) {
     const int base = block * kBlock;
     chunk.blocks = std::min(kChunkBlocks, last_block + 1 - block);
     chunk.held = std::min(kChunk, last + 1 - base);
-    for (int b = 0; b < kChunkBlocks; ++b) {
+    for (int b = 0; b < chunk.blocks; ++b)
       chunk.keys[b] = at(job.keys, block + b), chunk.values[b] = at(job.values, block + b);
-      chunk.next_keys[b] = at(job.keys, block + b + kChunkBlocks);
-    }
+    const int next = block + chunk.blocks;
+    chunk.values[chunk.blocks] = next <= last_block ? at(job.keys, next) : static_cast<const T*>(job.ahead);
     for (int r = 0; r < count; ++r) {
       rows.to[r] = std::clamp(rows.position[r] + 1 - base, 0, kChunk);
       rows.from[r] = job.window > 0 ? std::clamp(rows.position[r] + 1 - job.window - base, 0, kChunk) : 0;

@@ -299,22 +299,29 @@ class Interpreter {
   void attention(const int32_t* op, int rank) {
     const int layer = op[3];
     AttentionJob job{matrix(op[1]), matrix(op[2]), keys_.data() + layer * layer_bytes_,
-                     values_.data() + layer * layer_bytes_, nullptr, batch_->positions, 0, 0, 0, op[4], kv_heads_,
+                     values_.data() + layer * layer_bytes_, nullptr, nullptr, batch_->positions, 0, 0, 0, op[4], kv_heads_,
                      head_dim_, op[6], as_float(op[5])};
-    const int group = op[4] / kv_heads_;
-    const int tokens = std::max(1, std::min(kTileTokens, kMaxRows / group));
+    const int tokens = std::min(kTileTokens, kMaxRows / (op[4] / kv_heads_));
     // Dealt out in turn, so that long sequences fall to all members.
     const int64_t jobs = static_cast<int64_t>(tiles_.size()) * kv_heads_;
     for (int64_t j = rank; j < jobs; j += team_.size()) {
       const Tile& tile = tiles_[j / kv_heads_];
       job.kv_head = static_cast<int>(j % kv_heads_);
       job.block_table = batch_->block_tables + tile.sequence * batch_->table_width;
+      job.ahead = keys_.data() + first_keys(layer, std::min(j + team_.size(), jobs - 1));
       for (int done = 0; done < tile.count; done += tokens) {
         job.first = tile.first + done;
         job.count = std::min(tokens, tile.count - done);
         rows_for(job.qkv).attend(job);
       }
     }
+  }
+
+  // Offset of the keys that an attention job begins with.
+  int64_t first_keys(int layer, int64_t job) const {
+    const int64_t block = batch_->block_tables[tiles_[job / kv_heads_].sequence * batch_->table_width];
+    return layer * layer_bytes_ + block * block_bytes_ +
+           job % kv_heads_ * kBlock * head_dim_ * static_cast<int64_t>(item_size(dtype_));
   }
 
   void activation_mul(const int32_t* op, int rank) {

@@ -54,6 +54,8 @@ struct AttentionJob {
   // Values: [block][kv_head][16][head_dim][2] (pairs of tokens) in bf16, [block][kv_head][32][head_dim] in fp32.
   const void* values;
   const int32_t* block_table;
+  // Keys that are read after this job.
+  const void* ahead;
   const int32_t* positions;
   int64_t first;
   int count;
