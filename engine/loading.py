@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -103,9 +104,12 @@ class Frontend:
     def __init__(self, model_directory: Path) -> None:
         self._directory = model_directory
         self.tokenizer = Tokenizer.from_directory(model_directory)
-        self.vocabulary = Vocabulary(
-            self.tokenizer.token_bytes, frozenset(self.tokenizer.special_token_ids), self.tokenizer.adds_leading_space
-        )
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The bytes of the tokens, for whoever turns ids into text."""
+        tokenizer = self.tokenizer
+        return Vocabulary(tokenizer.token_bytes, tokenizer.special_token_ids, tokenizer.adds_leading_space)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt; BOS exactly once if the model wants it."""

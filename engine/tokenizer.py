@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,7 @@ class Tokenizer:
         self.eos_token_ids = frozenset(eos_token_ids)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        #: What each token adds to the text. A Metaspace decoder drops the space that begins a text; this table keeps
-        #: it, because an output goes on from a prompt. Ids without a token stand for nothing.
-        self.token_bytes = _token_bytes(backend)
-        first = backend.encode("a", add_special_tokens=False).ids[:1]
-        #: Whether the tokens of a text begin with a space that the text doesn't have.
-        self.adds_leading_space = any(self.token_bytes[token_id].startswith(b" ") for token_id in first)
+        self._is_byte_level = _is_byte_level(backend)
         self._adds_bos = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
 
     @classmethod
@@ -53,6 +49,26 @@ class Tokenizer:
         listed = model.get("eos_token_id")
         from_model = listed if isinstance(listed, list) else [listed]
         return cls(backend, bos, {token for token in (eos, *from_model) if token is not None})
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """What each token adds to the text; ids without a token stand for nothing.
+
+        A Metaspace decoder drops the space that begins a text; this table keeps it, because an output goes on from a
+        prompt. It takes a tenth of a second, so whoever only encodes goes without.
+        """
+        to_bytes = _byte_level if self._is_byte_level else _byte_fallback
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        table = [b""] * (max(vocabulary.values()) + 1)
+        for token, token_id in vocabulary.items():
+            table[token_id] = to_bytes(token)
+        return table
+
+    @property
+    def adds_leading_space(self) -> bool:
+        """Whether the tokens of a text begin with a space that the text doesn't have."""
+        first = self._backend.encode("a", add_special_tokens=False).ids[:1]
+        return any(self.token_bytes[token_id].startswith(b" ") for token_id in first)
 
     @property
     def vocab_size(self) -> int:
@@ -93,17 +109,10 @@ def _token_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:
     return None if text is None else backend.token_to_id(text)
 
 
-def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
-    to_bytes = _byte_level if _is_byte_level(json.loads(backend.to_str())["decoder"]) else _byte_fallback
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    table = [b""] * (max(vocabulary.values()) + 1)
-    for token, token_id in vocabulary.items():
-        table[token_id] = to_bytes(token)
-    return table
-
-
-def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
+def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
     """Whether tokens spell bytes in GPT-2's alphabet; if not, they are text with `▁` for a space."""
+    # What pickling a decoder gives is its part of tokenizer.json, without the vocabulary around it.
+    decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
     steps = decoder["decoders"] if decoder is not None and decoder["type"] == "Sequence" else [decoder]
     kinds = [step and step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
@@ -126,13 +135,13 @@ def _gpt2_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _gpt2_alphabet()
+_LETTERS = frozenset(_ALPHABET)
+_TO_LATIN1 = str.maketrans({letter: chr(byte) for letter, byte in _ALPHABET.items()})
 
 
 def _byte_level(token: str) -> bytes:
     """As the ByteLevel decoder: a token that isn't spelt in the alphabet is text."""
-    if all(character in _ALPHABET for character in token):
-        return bytes(_ALPHABET[character] for character in token)
-    return token.encode()
+    return token.translate(_TO_LATIN1).encode("latin-1") if _LETTERS.issuperset(token) else token.encode()
 
 
 def _byte_fallback(token: str) -> bytes:
