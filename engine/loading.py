@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from batonq.engine.models import LoadedModel
+    from batonq.engine.sampler import SamplingArithmetic
+    from batonq.kernels.backend import Backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ def load_engine(options: dict[str, Any]) -> tuple[Engine[npt.NDArray[np.float32]
     # Imported here: torch takes seconds and hundreds of MB, and `Frontend` doesn't need it.
     from batonq.engine.models import load_model, resolve_model  # noqa: PLC0415
     from batonq.engine.runner import BackendRunner  # noqa: PLC0415
-    from batonq.engine.sampler import TorchSampler  # noqa: PLC0415
+    from batonq.engine.sampler import PlanSampler  # noqa: PLC0415
     from batonq.kernels.backend import make_backend  # noqa: PLC0415
     from batonq.kernels.errors import KernelError  # noqa: PLC0415
 
@@ -88,8 +90,22 @@ def load_engine(options: dict[str, Any]) -> tuple[Engine[npt.NDArray[np.float32]
         numerics_id=backend.numerics_id,
         namespace=_namespace(model, backend.numerics_id, backend.layout_id),
     )
-    engine = Engine(spec, wanted.config, BackendRunner(backend), TorchSampler(eos), frontend, frontend.vocabulary)
+    sampler = PlanSampler(eos, _sampling_arithmetic(backend))
+    engine = Engine(spec, wanted.config, BackendRunner(backend), sampler, frontend, frontend.vocabulary)
     return engine, model.directory
+
+
+def _sampling_arithmetic(backend: Backend) -> SamplingArithmetic:
+    """Compiled beside the compiled backend, on its threads; in torch beside the reference."""
+    from batonq.kernels.cpu_backend import CpuBackend  # noqa: PLC0415
+
+    if isinstance(backend, CpuBackend):
+        from batonq.kernels.cpu_sampling import CpuSampler  # noqa: PLC0415
+
+        return CpuSampler(backend.team, backend.isa)
+    from batonq.kernels import reference_sampling  # noqa: PLC0415
+
+    return reference_sampling
 
 
 def _namespace(model: LoadedModel, numerics_id: str, layout_id: str) -> bytes:

@@ -6,10 +6,10 @@ A draw is a pure function of logits, parameters, history, seed and position; so 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from batonq.engine.bad_words import banned_after
 from batonq.engine.context import Context
@@ -17,38 +17,39 @@ from batonq.engine.errors import EngineError
 from batonq.engine.logprobs import LOWEST, TokenLogprobs
 from batonq.engine.plan import Plan, Samples
 from batonq.kernels.adjustments import Adjustment
-from batonq.kernels.errors import InvalidLogits, NoCandidates
-from batonq.kernels.logprobs import token_logprobs
-from batonq.kernels.sampling import SamplingBatch, sample
+from batonq.kernels.errors import InvalidLogits, KernelError
+from batonq.kernels.logprobs import TokenLogprob
+from batonq.kernels.sampling import Drawn, SamplingBatch
+
+Logits = npt.NDArray[np.float32]
 
 
-class TorchSampler:
-    """The sampler contract of `kernels/sampling.py` over a plan's rows."""
+class SamplingArithmetic(Protocol):
+    """The contract of `kernels/sampling.py` and `kernels/logprobs.py`; it leaves the logits as they are."""
 
-    def __init__(self, eos_token_ids: frozenset[int]) -> None:
-        self._eos_token_ids = eos_token_ids
+    def sample(self, logits: Logits, params: SamplingBatch) -> list[Drawn]:
+        """A token id for each row of logits [L, V], or what is wrong with that row."""
 
-    def sample(self, plan: Plan, logits: npt.NDArray[np.float32]) -> Samples:
+    def token_logprobs(
+        self, logits: Logits, rows: Sequence[int], token_ids: Sequence[int], num_top: Sequence[int]
+    ) -> list[TokenLogprob | InvalidLogits]:
+        """What `rows` of the logits say of one token each and of their `num_top` most likely tokens."""
+
+
+class PlanSampler:
+    """Draws for the rows of a plan."""
+
+    def __init__(self, eos_token_ids: frozenset[int], arithmetic: SamplingArithmetic) -> None:
+        self.arithmetic = arithmetic
+        self._eos_token_ids = tuple(sorted(eos_token_ids))
+
+    def sample(self, plan: Plan, logits: Logits) -> Samples:
         """What each row's logits give; a row with unusable logits gets its own error and hurts no other."""
         contexts = [row.context for row in plan.sampling_rows]
-        rows = torch.from_numpy(logits)
-        tokens = self._draw(contexts, rows[: len(contexts)])
-        return Samples(tokens, _logprobs(contexts, tokens, rows), tuple(_prompt_logprobs(plan, rows[len(contexts) :])))
-
-    def _draw(self, contexts: Sequence[Context], logits: torch.Tensor) -> list[int | EngineError]:
-        results: list[int | EngineError | None] = [None] * len(contexts)
-        left = list(range(len(contexts)))
-        while left:
-            rows = logits if len(left) == len(contexts) else logits[left]
-            try:
-                drawn = sample(rows, self._batch([contexts[index] for index in left]))
-            except (InvalidLogits, NoCandidates) as error:
-                results[left.pop(error.row)] = EngineError(error.code, error.message)
-            else:
-                for index, token in zip(left, drawn, strict=True):
-                    results[index] = int(token)
-                break
-        return [result for result in results if result is not None]
+        drawn = self.arithmetic.sample(logits[: len(contexts)], self._batch(contexts))
+        tokens = [_engine_error(token) if isinstance(token, KernelError) else token for token in drawn]
+        logprobs = self._logprobs(contexts, tokens, logits)
+        return Samples(tokens, logprobs, self._prompt_logprobs(plan, logits))
 
     def _batch(self, contexts: Sequence[Context]) -> SamplingBatch:
         params = [context.sampling_params for context in contexts]
@@ -64,8 +65,13 @@ class TorchSampler:
 
     def _adjustment(self, context: Context) -> Adjustment | None:
         params, history = context.sampling_params, context.history
-        banned = (*banned_after(context.output_token_ids, params.bad_words_token_ids), *self._held_off(context))
-        if not banned and not params.logit_bias and params.allowed_token_ids is None and history is None:
+        banned: Sequence[int] = ()
+        if params.bad_words_token_ids:
+            banned = banned_after(context.output_token_ids, params.bad_words_token_ids)
+        if len(context.output_token_ids) < params.min_tokens:
+            eos = () if params.ignore_eos else self._eos_token_ids
+            banned = (*banned, *eos, *params.stop_token_ids)
+        if history is None and not banned and not params.logit_bias and params.allowed_token_ids is None:
             return None
         return Adjustment(
             params.allowed_token_ids,
@@ -77,44 +83,51 @@ class TorchSampler:
             *(np.array(values, np.int32) for values in ((history.ids, history.counts) if history else ((), ()))),
         )
 
-    def _held_off(self, context: Context) -> tuple[int, ...]:
-        """Tokens that would end an output below `min_tokens`."""
-        params = context.sampling_params
-        if len(context.output_token_ids) >= params.min_tokens:
-            return ()
-        eos = () if params.ignore_eos else tuple(sorted(self._eos_token_ids))
-        return (*eos, *params.stop_token_ids)
+    def _logprobs(
+        self, contexts: Sequence[Context], tokens: list[int | EngineError], logits: Logits
+    ) -> list[TokenLogprobs | None]:
+        """Of the drawn tokens of contexts that ask for them; a token whose row has none becomes the error."""
+        results: list[TokenLogprobs | None] = [None] * len(contexts)
+        asked = [
+            (row, token, context.sampling_params.logprobs)
+            for row, (context, token) in enumerate(zip(contexts, tokens, strict=True))
+            if context.sampling_params.logprobs is not None and not isinstance(token, EngineError)
+        ]
+        for (row, _, _), found in zip(asked, self._entries(logits, asked), strict=True):
+            if isinstance(found, EngineError):  # NaN or +inf for a token that the request rules out
+                tokens[row] = found
+            else:
+                results[row] = found
+        return results
+
+    def _prompt_logprobs(self, plan: Plan, logits: Logits) -> list[list[TokenLogprobs] | EngineError]:
+        results: list[list[TokenLogprobs] | EngineError] = []
+        first = len(plan.sampling_rows)
+        for row in plan.prompt_logprobs_rows:
+            num_top = row.context.sampling_params.prompt_logprobs
+            assert num_top is not None
+            tokens = row.context.input_token_ids[row.prompt_logits.start + 1 : row.prompt_logits.stop + 1]
+            found = self._entries(logits, [(index, token, num_top) for index, token in enumerate(tokens, first)])
+            first += len(tokens)
+            errors = (entry for entry in found if isinstance(entry, EngineError))
+            results.append(next(errors, None) or [entry for entry in found if isinstance(entry, TokenLogprobs)])
+        return results
+
+    def _entries(self, logits: Logits, asked: Sequence[tuple[int, int, int]]) -> list[TokenLogprobs | EngineError]:
+        """For each (row of the logits, token, number of alternatives)."""
+        if not asked:
+            return []
+        rows, tokens, num_top = zip(*asked, strict=True)
+        found = self.arithmetic.token_logprobs(logits, rows, tokens, num_top)
+        return [_entry(token, one) for token, one in zip(tokens, found, strict=True)]
 
 
-def _logprobs(
-    contexts: Sequence[Context], tokens: Sequence[int | EngineError], logits: torch.Tensor
-) -> list[TokenLogprobs | None]:
-    """Of the drawn tokens of contexts that ask for them."""
-    results: list[TokenLogprobs | None] = [None] * len(contexts)
-    for index, (context, token) in enumerate(zip(contexts, tokens, strict=True)):
-        num_top = context.sampling_params.logprobs
-        if num_top is not None and not isinstance(token, EngineError):
-            (results[index],) = _entries(logits[index : index + 1], [token], num_top)
-    return results
+def _entry(token: int, found: TokenLogprob | InvalidLogits) -> TokenLogprobs | EngineError:
+    if isinstance(found, InvalidLogits):
+        return _engine_error(found)
+    logprob, rank, top = found
+    return TokenLogprobs(token, max(logprob, LOWEST), rank, tuple((other, max(value, LOWEST)) for other, value in top))
 
 
-def _prompt_logprobs(plan: Plan, logits: torch.Tensor) -> list[list[TokenLogprobs] | EngineError]:
-    results: list[list[TokenLogprobs] | EngineError] = []
-    for row in plan.prompt_logprobs_rows:
-        rows, logits = logits[: len(row.prompt_logits)], logits[len(row.prompt_logits) :]
-        num_top = row.context.sampling_params.prompt_logprobs
-        assert num_top is not None
-        tokens = row.context.input_token_ids[row.prompt_logits.start + 1 : row.prompt_logits.stop + 1]
-        try:
-            results.append(_entries(rows, tokens, num_top))
-        except InvalidLogits as error:
-            results.append(EngineError(error.code, error.message))
-    return results
-
-
-def _entries(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    found = token_logprobs(logits, tokens, [num_top] * len(tokens))
-    return [
-        TokenLogprobs(token, max(logprob, LOWEST), rank, tuple((other, max(value, LOWEST)) for other, value in top))
-        for token, (logprob, rank, top) in zip(tokens, found, strict=True)
-    ]
+def _engine_error(error: KernelError) -> EngineError:
+    return EngineError(error.code, error.message)

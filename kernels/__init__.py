@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from batonq.kernels.batch import Batch
     from batonq.kernels.program import KVCacheSpec, Program
     from batonq.kernels.reference import ReferenceBackend
-    from batonq.kernels.sampling import SamplingBatch, sample
+    from batonq.kernels.sampling import SamplingBatch
 
-__all__ = ["Batch", "KVCacheSpec", "Program", "ReferenceBackend", "SamplingBatch", "sample"]
+__all__ = ["Batch", "KVCacheSpec", "Program", "ReferenceBackend", "SamplingBatch"]
 
 _HOME = {
     "Batch": "batonq.kernels.batch",
@@ -19,7 +19,6 @@ _HOME = {
     "Program": "batonq.kernels.program",
     "ReferenceBackend": "batonq.kernels.reference",
     "SamplingBatch": "batonq.kernels.sampling",
-    "sample": "batonq.kernels.sampling",
 }
 
 

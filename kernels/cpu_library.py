@@ -17,7 +17,7 @@ _LIBRARY = "libbatonq_cpu.so"
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library with its functions declared (`interpreter.cpp`, `team.cpp`). Raises BackendUnavailable."""
+    """The library with its functions (of interpreter.cpp, sampling.cpp, team.cpp). Raises BackendUnavailable."""
     path = resources.files("batonq.kernels") / _LIBRARY
     try:
         loaded = ctypes.CDLL(str(path))
@@ -38,6 +38,12 @@ def library() -> ctypes.CDLL:
     loaded.batonq_forward.restype = ctypes.c_bool
     loaded.batonq_forward.argtypes = [pointer, *[integer] * 4, *[pointer] * 7]
     loaded.batonq_cache.argtypes = [pointer, *[pointer] * 3]
+    loaded.batonq_sampler_create.restype = pointer
+    loaded.batonq_sampler_create.argtypes = [pointer, ctypes.c_char_p]
+    loaded.batonq_sampler_destroy.argtypes = [pointer]
+    loaded.batonq_sample.restype = loaded.batonq_token_logprobs.restype = ctypes.c_bool
+    loaded.batonq_sample.argtypes = [pointer, pointer, integer, integer, *[pointer] * 4]
+    loaded.batonq_token_logprobs.argtypes = [pointer, pointer, integer, integer, pointer]
     return loaded
 
 

@@ -1,4 +1,4 @@
-"""The sampler against its contract, spelt out one number at a time, and against the softmax it should draw from."""
+"""Samplers against their contract, spelt out one number at a time, and against the softmax they should draw from."""
 
 from __future__ import annotations
 
@@ -23,12 +23,19 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from batonq.kernels.adjustments import Adjustment, adjusted
+from batonq.engine.sampler import SamplingArithmetic
+from batonq.kernels.adjustments import Adjustment
 from batonq.kernels.errors import InvalidLogits, NoCandidates
-from batonq.kernels.logprobs import token_logprobs
 from batonq.kernels.philox import MAX_GUMBEL, philox4x32
-from batonq.kernels.sampling import SamplingBatch, sample
+from batonq.kernels.reference_sampling import adjusted
+from batonq.kernels.sampling import SamplingBatch
+from tests.support import samplers
 from tests.support.sampling_contract import adjust, draw
+
+
+@pytest.fixture(params=["torch", *samplers.compiled()])
+def sampler(request: pytest.FixtureRequest) -> SamplingArithmetic:
+    return samplers.sampler(request.param)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +125,8 @@ def test_every_row_is_drawn_by_the_contract(data: st.DataObject) -> None:
             p.pop("allowed", None)
             p.pop("banned", None)
     expected = [draw(row.tolist(), p) for row, p in zip(logits, rows, strict=True)]
-    assert sample(torch.from_numpy(logits), batch_of(rows)) == expected
+    for name in ("torch", *samplers.compiled()):
+        assert samplers.sampler(name).sample(logits, batch_of(rows)) == expected, name
 
 
 PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5, "position": 9}
@@ -136,7 +144,7 @@ PENALTIES = {
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 6.0])
-def test_a_large_vocabulary_is_drawn_by_the_contract(scale: float) -> None:
+def test_a_large_vocabulary_is_drawn_by_the_contract(sampler: SamplingArithmetic, scale: float) -> None:
     logits = torch.randn(6, 9000, generator=torch.Generator().manual_seed(1)) * scale
     changes: list[dict[str, Any]] = [
         {},
@@ -148,19 +156,18 @@ def test_a_large_vocabulary_is_drawn_by_the_contract(scale: float) -> None:
     for change in changes:
         rows = [PLAIN | change | {"seed": seed} for seed in range(6)]
         expected = [draw(row.tolist(), p) for row, p in zip(logits, rows, strict=True)]
-        assert sample(logits, batch_of(rows)) == expected
+        assert sampler.sample(logits.numpy(), batch_of(rows)) == expected
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
-    generator = torch.Generator().manual_seed(2)
-    logits = torch.randn(12, 3000, generator=generator) * 3
+def test_a_row_does_not_depend_on_the_others(sampler: SamplingArithmetic) -> None:
+    logits = (torch.randn(12, 3000, generator=torch.Generator().manual_seed(2)) * 3).numpy()
     rows = [
         PLAIN | {"temperature": index % 3 * 0.7, "top_p": (1.0, 0.9)[index % 2], "top_k": (0, 20, 900)[index % 3]}
         for index in range(12)
     ]
-    together = sample(logits, batch_of(rows))
-    assert [sample(logits[i : i + 1], batch_of([rows[i]]))[0] for i in range(12)] == together
-    assert sample(logits.flip(0), batch_of(rows[::-1])) == together[::-1]
+    together = sampler.sample(logits, batch_of(rows))
+    assert [sampler.sample(logits[i : i + 1], batch_of([rows[i]]))[0] for i in range(12)] == together
+    assert sampler.sample(logits[::-1].copy(), batch_of(rows[::-1])) == together[::-1]
 
 
 DRAWS = 200_000
@@ -195,20 +202,20 @@ DISTRIBUTIONS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_frequencies_are_those_of_an_independent_implementation(name: str) -> None:
+def test_frequencies_are_those_of_an_independent_implementation(sampler: SamplingArithmetic, name: str) -> None:
     asked, distribution = DISTRIBUTIONS[name]
     logits = torch.randn(1, 24, generator=torch.Generator().manual_seed(3)) * 1.5
     row = PLAIN | asked | {"seed": 11}
     counts = np.zeros(24)
     # A row's adjustment is the same in every draw, so it is made once.
-    same = adjusted(logits, [adjustment_of(row)]).expand(DRAWS // 4, -1)
+    same = adjusted(logits, [adjustment_of(row)]).expand(DRAWS // 4, -1).contiguous().numpy()
     for part in range(4):
         params = SamplingBatch(
             **{key: [row[key]] * len(same) for key in FILTERS if key != "position"},
             position=range(part * len(same), (part + 1) * len(same)),
             adjustments=[None] * len(same),
         )
-        counts += np.bincount(sample(same, params), minlength=24)
+        counts += np.bincount(np.array(sampler.sample(same, params)), minlength=24)
     expected = torch.softmax(distribution(logits.double())[0], 0).numpy() * DRAWS
     assert counts[expected == 0].sum() == 0
     some = expected > 0
@@ -223,44 +230,63 @@ def chi_square_bound(freedom: int) -> float:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 5.0])
-def test_log_probabilities(scale: float) -> None:
-    """Against log_softmax in float64 and Python's own sort; and a row's don't depend on its neighbours."""
+def test_log_probabilities(sampler: SamplingArithmetic, scale: float) -> None:
+    """Against log_softmax in float64 and Python's own sort; a row's don't depend on its neighbours."""
     logits = torch.randn(19, 3000, generator=torch.Generator().manual_seed(4)) * scale
     logits = (logits * 4).round() / 4  # many ties
-    logits[5, 100:] = -math.inf
-    tokens = [7 * row for row in range(19)]
-    num_top = [row % 6 for row in range(19)]
-    found = token_logprobs(logits, tokens, num_top)
-    for index, (row, token, (logprob, rank, top)) in enumerate(zip(logits, tokens, found, strict=True)):
-        exact = row.double().log_softmax(0)
-        order = sorted(range(3000), key=lambda i: (-float(row[i]), i))
+    logits[5, 3:] = -math.inf
+    logits[9, 77] = math.nan
+    rows = [*range(18, -1, -1), 4]
+    tokens = [7 * row for row in rows]
+    num_top = [row % 6 for row in rows]
+    found = sampler.token_logprobs(logits.numpy(), rows, tokens, num_top)
+    for row, token, count, one in zip(rows, tokens, num_top, found, strict=True):
+        if row == 9:
+            assert isinstance(one, InvalidLogits)
+            assert math.isnan(one.value)
+            continue
+        assert not isinstance(one, InvalidLogits)
+        logprob, rank, top = one
+        exact = logits[row].double().log_softmax(0)
+        order = sorted(range(3000), key=lambda i: (-float(logits[row, i]), i))
         assert rank == order.index(token) + 1
-        assert [i for i, _ in top] == order[: num_top[index]]
+        assert [i for i, _ in top] == order[:count]
         for i, value in ((token, logprob), *top):
             assert value == pytest.approx(float(exact[i]), abs=1e-6, rel=1e-6)
-        assert token_logprobs(logits[index : index + 1], [token], num_top[index : index + 1]) == [found[index]]
-    with pytest.raises(InvalidLogits, match="row 9"):
-        token_logprobs(logits.index_fill(0, torch.tensor([9]), math.nan), tokens, num_top)
+        assert sampler.token_logprobs(logits[row : row + 1].numpy(), [0], [token], [count]) == [one]
 
 
-def test_banned_tokens_are_not_drawn_and_the_logits_stay() -> None:
-    logits = torch.tensor([[5.0, 4.0, 3.0]])
-    assert sample(logits, batch_of([PLAIN | {"temperature": 0.0, "banned": [0, 1, 77]}])) == [2]
+def test_banned_tokens_are_not_drawn_and_the_logits_stay(sampler: SamplingArithmetic) -> None:
+    logits = np.array([[5.0, 4.0, 3.0]], np.float32)
+    assert sampler.sample(logits, batch_of([PLAIN | {"temperature": 0.0, "banned": [0, 1, 77]}])) == [2]
     assert logits.tolist() == [[5.0, 4.0, 3.0]]
 
 
-def test_rows_without_a_largest_logit_are_named() -> None:
-    logits = torch.zeros(3, 5)
-    params = batch_of([PLAIN] * 3)
-    for value in (math.nan, math.inf):
-        bad = logits.clone()
-        bad[1, 3] = value
-        with pytest.raises(InvalidLogits, match=f"row 1 .* {value}") as caught:
-            sample(bad, params)
-        assert caught.value.row == 1
-    with pytest.raises(NoCandidates, match="row 2"):
-        sample(logits, replace(params, adjustments=[None, None, Adjustment(banned=range(5))]))
+def test_rows_without_a_largest_logit_fail_alone(sampler: SamplingArithmetic) -> None:
+    logits = np.zeros((5, 200), np.float32)
+    logits[1, 130] = math.nan
+    logits[3, 7] = math.inf
+    for temperature in (0.0, 1.0):
+        params = batch_of([PLAIN | {"temperature": temperature}] * 5)
+        usable = sampler.sample(np.zeros_like(logits), params)
+        nan, inf, none = (
+            sampler.sample(logits, replace(params, adjustments=[*[None] * 4, Adjustment(banned=range(200))]))[row]
+            for row in (1, 3, 4)
+        )
+        assert isinstance(nan, InvalidLogits)
+        assert isinstance(inf, InvalidLogits)
+        assert isinstance(none, NoCandidates)
+        assert (nan.row, inf.row, none.row, inf.value) == (1, 3, 4, math.inf)
+        assert math.isnan(nan.value)
+        assert [sampler.sample(logits, params)[row] for row in (0, 2, 4)] == [usable[row] for row in (0, 2, 4)]
 
 
-def test_no_rows() -> None:
-    assert sample(torch.zeros(0, 5), batch_of([])) == []
+def test_an_unusable_logit_that_is_ruled_out_hurts_nobody(sampler: SamplingArithmetic) -> None:
+    logits = np.array([[math.nan, 2.0, 1.0], [0.0, 1.0, math.inf]], np.float32)
+    rows = [PLAIN | {"temperature": 0.0, "banned": [0]}, PLAIN | {"temperature": 0.0, "allowed": [0, 1]}]
+    assert sampler.sample(logits, batch_of(rows)) == [1, 1]
+
+
+def test_no_rows(sampler: SamplingArithmetic) -> None:
+    assert sampler.sample(np.zeros((0, 5), np.float32), batch_of([])) == []
+    assert sampler.token_logprobs(np.zeros((0, 5), np.float32), [], [], []) == []

@@ -24,7 +24,7 @@ from batonq.engine.errors import EngineError
 from batonq.engine.loading import Frontend
 from batonq.engine.logprobs import TokenLogprobs, pack, unpack
 from batonq.engine.plan import Plan, Samples
-from batonq.engine.sampler import TorchSampler
+from batonq.engine.sampler import PlanSampler
 from batonq.engine.sampling_params import SamplingParams, child_seed
 from batonq.engine.scheduler import MAX_PROMPT_LOGITS
 from batonq.engine.text import Vocabulary
@@ -113,7 +113,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Noting:
     """A sampler that keeps the logits of every row it has seen, by context and position."""
 
-    sampler: TorchSampler
+    sampler: PlanSampler
     logits: dict[tuple[str, int], npt.NDArray[np.float32]] = field(default_factory=dict)
 
     def sample(self, plan: Plan, logits: npt.NDArray[np.float32]) -> Samples:
@@ -167,7 +167,7 @@ def assert_same(done: dict[str, Generation], alone: dict[str, Generation]) -> No
 
 def test_every_token_is_drawn_by_the_contract(directory: Path, alone: dict[str, Generation]) -> None:
     engine = tiny_models.engine(directory)
-    assert isinstance(engine.sampler, TorchSampler)
+    assert isinstance(engine.sampler, PlanSampler)
     engine.sampler = noting = Noting(engine.sampler)
     params = {r.name: engine.limits.effective(r.prompt, r.params) for r in REQUESTS}
     done = run(engine, REQUESTS)
