@@ -73,6 +73,11 @@ class PackedWeights:
         write(memory, program, find)
         return cls(program, memory)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights, padding and header included."""
+        return self._bytes.nbytes
+
     def address(self, index: int) -> int:
         """Where the weight at `index` of the program's table begins; valid as long as this."""
         return int(self._bytes.ctypes.data) + self._places[index].offset
