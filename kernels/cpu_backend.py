@@ -18,6 +18,7 @@ from batonq.kernels import probe
 from batonq.kernels.batch import Batch
 from batonq.kernels.cpu_library import Team, best_isa, library
 from batonq.kernels.errors import BackendUnavailable
+from batonq.kernels.fusion import fuse
 from batonq.kernels.packed import PackedWeights
 from batonq.kernels.program import Program
 
@@ -90,7 +91,7 @@ class CpuBackend:
         self.team = Team(num_threads)
         self._library = library()
         self._logits = np.empty((0, program.vocab_size), np.float32)
-        words = encode(program)
+        words = encode(fuse(program))
         self._handle = self._library.batonq_create(
             self.team.handle, self.isa.encode(), words.ctypes.data, len(words), num_blocks
         )

@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from batonq.kernels.errors import WeightMismatch
-from batonq.kernels.program import DType, Embed, Linear, LmHead, Program, Weight
+from batonq.kernels.fusion import fuse
+from batonq.kernels.program import DType, Embed, Linear, LinearActivationMul, LinearAdd, LmHead, Program, Weight
 
 #: Raised whenever the layout of a file, or the bits in it, change.
-PACKING_VERSION = 1
+PACKING_VERSION = 2
 
 #: Columns of a panel (`kPanel` in kernels.h).
 _PANEL = 64
@@ -37,7 +38,8 @@ Find = Callable[[str], Float32 | None]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a weight lies. `matrix`: panels of the program's dtype (kernels.h); `values`: rows of float32."""
+    """Where a weight lies. `matrix`: panels of the program's dtype (kernels.h); `gated`: the same, each panel holding
+    rows of the first half and, beside them, those of the second; `values`: rows of float32."""
 
     kind: str
     rows: int
@@ -97,7 +99,9 @@ def write(file: BinaryIO | mmap.mmap, program: Program, find: Find) -> None:
     for weight, place in zip(program.weights, places, strict=True):
         values = _joined(weight, find)
         file.seek(place.offset)
-        packed = _panels(values, weight.dtype) if place.kind == "matrix" else _rounded(values, weight.dtype)
+        if place.kind == "gated":
+            values = _side_by_side(values)
+        packed = _rounded(values, weight.dtype) if place.kind == "values" else _panels(values, weight.dtype)
         file.write(packed.data)
 
 
@@ -115,8 +119,10 @@ def to_bfloat16(values: Float32) -> npt.NDArray[np.uint16]:
 
 def _layout(program: Program) -> tuple[bytes, tuple[_Place, ...]]:
     """The header and the places of a program's weights."""
-    matrices = {op.weight for op in program.ops if isinstance(op, Linear | LmHead | Embed)}
-    sized = [_sized(weight, index in matrices) for index, weight in enumerate(program.weights)]
+    ops = fuse(program).ops
+    kinds = {op.weight: "matrix" for op in ops if isinstance(op, Linear | LinearAdd | LmHead | Embed)}
+    kinds |= {op.weight: "gated" for op in ops if isinstance(op, LinearActivationMul)}
+    sized = [_sized(weight, kinds.get(index, "values")) for index, weight in enumerate(program.weights)]
     names = [[weight.name, weight.sources] for weight in program.weights]
     about = {"packing": PACKING_VERSION, "dtype": program.dtype.label, "weights": names, "sizes": sized}
     header = json.dumps(about).encode() + b"\n"
@@ -128,13 +134,13 @@ def _layout(program: Program) -> tuple[bytes, tuple[_Place, ...]]:
     return header, tuple(places)
 
 
-def _sized(weight: Weight, is_matrix: bool) -> tuple[str, int, int, int]:
+def _sized(weight: Weight, kind: str) -> tuple[str, int, int, int]:
     """Kind, rows, columns and bytes of a weight."""
     rows, columns = weight.shape if len(weight.shape) == 2 else (weight.shape[0], 1)
-    if not is_matrix:
-        return "values", rows, columns, rows * columns * 4
-    size = _round_up(rows, _PANEL) * _depth(columns, weight.dtype) * weight.dtype.itemsize
-    return "matrix", rows, columns, size
+    if kind == "values":
+        return kind, rows, columns, rows * columns * 4
+    padded = 2 * _round_up(rows // 2, _PANEL // 2) if kind == "gated" else _round_up(rows, _PANEL)
+    return kind, rows, columns, padded * _depth(columns, weight.dtype) * weight.dtype.itemsize
 
 
 def _depth(columns: int, dtype: DType) -> int:
@@ -189,6 +195,14 @@ def _joined(weight: Weight, find: Find) -> Float32:
             raise WeightMismatch(name, expected, None if found is None else found.shape)
         parts.append(found)
     return np.ascontiguousarray(np.concatenate(parts))
+
+
+def _side_by_side(values: Float32) -> Float32:
+    """[2 · units, columns] with 32 rows of the first half and the same 32 of the second in turn, padded with zeros."""
+    rows, columns = values.shape
+    halves = np.pad(values.reshape(2, rows // 2, columns), ((0, 0), (0, -(rows // 2) % (_PANEL // 2)), (0, 0)))
+    split = halves.reshape(2, -1, _PANEL // 2, columns)
+    return np.ascontiguousarray(split.transpose(1, 0, 2, 3)).reshape(-1, columns)
 
 
 def _panels(values: Float32, dtype: DType) -> npt.NDArray[np.uint16] | Float32:

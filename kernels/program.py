@@ -70,6 +70,8 @@ class OpCode(IntEnum):
     ADD = 8
     SELECT_ROWS = 9
     LM_HEAD = 10
+    LINEAR_ADD = 11
+    LINEAR_ACTIVATION_MUL = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +213,43 @@ class LmHead:
     out: int
 
 
-Op = Embed | RmsNorm | HeadNorm | Linear | RopeStore | Attention | ActivationMul | Add | SelectRows | LmHead
+@dataclass(frozen=True, slots=True)
+class LinearAdd:
+    """out = out + (x · weightᵀ + bias): `Linear` and `Add` in one, made by `kernels/fusion.py`."""
+
+    code: ClassVar[OpCode] = OpCode.LINEAR_ADD
+    x: int
+    weight: int
+    bias: int
+    out: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinearActivationMul:
+    """`Linear` and `ActivationMul` in one, made by `kernels/fusion.py`; weight [2 · width of out, width of x]."""
+
+    code: ClassVar[OpCode] = OpCode.LINEAR_ACTIVATION_MUL
+    x: int
+    weight: int
+    bias: int
+    out: int
+    activation: Activation
+
+
+Op = (
+    Embed
+    | RmsNorm
+    | HeadNorm
+    | Linear
+    | RopeStore
+    | Attention
+    | ActivationMul
+    | Add
+    | SelectRows
+    | LmHead
+    | LinearAdd
+    | LinearActivationMul
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,13 +35,18 @@ constexpr int kLine = 64;
 
 // ── products ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-// `ahead` is what will be read next; F lines of it are fetched at each step.
-template <int R, int J, int F>
-inline void accumulate(V (&c)[R][J], const bf16* x, int64_t stride, const bf16* w, int64_t depth, const char* ahead) {
-  for (int64_t k = 0; k < depth; k += 2, w += 2 * kPanel, ahead += F * kLine) {
+// `ahead` is what will be read next; a line of it, `stride` bytes further each time, is fetched at each step.
+struct Ahead {
+  const char* at;
+  int64_t stride;
+};
+
+template <int R, int J>
+inline void accumulate(V (&c)[R][J], const bf16* x, int64_t stride, const bf16* w, int64_t depth, Ahead ahead) {
+  for (int64_t k = 0; k < depth; k += 2, w += 2 * kPanel, ahead.at += ahead.stride) {
     Pairs b[J];
     for (int j = 0; j < J; ++j) b[j] = load_pairs(w + 2 * kLanes * j);
-    for (int f = 0; f < F; ++f) fetch(ahead + f * kLine);
+    fetch(ahead.at);
     for (int r = 0; r < R; ++r) {
       const Pairs a = splat_pair(x + r * stride + k);
       for (int j = 0; j < J; ++j) c[r][j] = multiply_pairs(a, b[j], c[r][j]);
@@ -49,13 +54,12 @@ inline void accumulate(V (&c)[R][J], const bf16* x, int64_t stride, const bf16* 
   }
 }
 
-template <int R, int J, int F>
-inline void accumulate(V (&c)[R][J], const float* x, int64_t stride, const float* w, int64_t depth,
-                       const char* ahead) {
-  for (int64_t k = 0; k < depth; ++k, w += kPanel, ahead += F * kLine) {
+template <int R, int J>
+inline void accumulate(V (&c)[R][J], const float* x, int64_t stride, const float* w, int64_t depth, Ahead ahead) {
+  for (int64_t k = 0; k < depth; ++k, w += kPanel, ahead.at += ahead.stride) {
     V b[J];
     for (int j = 0; j < J; ++j) b[j] = load(w + kLanes * j);
-    for (int f = 0; f < F; ++f) fetch(ahead + f * kLine);
+    fetch(ahead.at);
     for (int r = 0; r < R; ++r) {
       const V a = splat(x[r * stride + k]);
       for (int j = 0; j < J; ++j) c[r][j] = fma(a, b[j], c[r][j]);
@@ -63,81 +67,154 @@ inline void accumulate(V (&c)[R][J], const float* x, int64_t stride, const float
   }
 }
 
-// A tile: R rows from `row` on, columns [column, column + 16 · J), whose weights begin at `w`.
-template <int R, int J, int F, typename In, typename Out>
-void tile(const Product& p, const In* w, int64_t column, int64_t row, const char* ahead) {
+inline V biased(const Product& p, V sum, int64_t column, int64_t count) {
+  return p.bias == nullptr ? sum : add(sum, load(p.bias + column, count));
+}
+
+// Where a tile's sums go: sink(r, j, sum) for row r and vector j of the tile.
+
+template <typename Out>
+struct Stored {
+  const Product& p;
+  int64_t row, column;
+  void operator()(int r, int j, V sum) const {
+    const int64_t at = column + kLanes * j, count = p.columns - at;
+    if (count > 0) store(p.out.row<Out>(row + r) + at, biased(p, sum, at, count), count);
+  }
+};
+
+template <typename Out>
+struct Added {
+  const Product& p;
+  int64_t row, column;
+  void operator()(int r, int j, V sum) const {
+    const int64_t at = column + kLanes * j, count = p.columns - at;
+    if (count <= 0) return;
+    Out* out = p.out.row<Out>(row + r) + at;
+    const V value = biased(p, sum, at, count);
+    store(out, add(load(out, count), sizeof(Out) == sizeof(bf16) ? rounded(value) : value), count);
+  }
+};
+
+// A panel of gates and the values beside them, until all of it is there.
+template <typename Out>
+struct Gated {
+  const Product& p;
+  int64_t panel;
+  int vector;
+  Out (*scratch)[kPanel];
+  void operator()(int r, int j, V sum) const {
+    constexpr int half = kGated / kLanes;
+    const int v = vector + j;
+    const int64_t unit = panel * kGated + v % half * kLanes, count = p.columns - unit;
+    if (count > 0) store(scratch[r] + v * kLanes, biased(p, sum, v < half ? unit : p.columns + unit, count), kLanes);
+  }
+};
+
+// A tile: R rows from `row` on, and J vectors of columns, whose weights begin at `w`.
+template <int R, int J, typename In, typename Sink>
+inline void tile(const Product& p, const In* w, int64_t row, Ahead ahead, const Sink& sink) {
   V c[R][J];
   for (auto& of_row : c)
     for (V& sum : of_row) sum = zero();
-  accumulate<R, J, F>(c, p.x.row<In>(row), p.x.stride, w, p.depth, ahead);
-  for (int j = 0; j < J; ++j) {
-    const int64_t at = column + kLanes * j, count = p.columns - at;
-    if (count <= 0) return;
-    for (int r = 0; r < R; ++r) {
-      const V value = p.bias == nullptr ? c[r][j] : add(c[r][j], load(p.bias + at, count));
-      store(p.out.row<Out>(row + r) + at, value, count);
-    }
+  accumulate<R, J>(c, p.x.row<In>(row), p.x.stride, w, p.depth, ahead);
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < J; ++j) sink(r, j, c[r][j]);
+}
+
+template <int J, typename In, typename Sink>
+inline void tile_of(int64_t rows, const Product& p, const In* w, int64_t row, Ahead ahead, const Sink& sink) {
+  switch (rows) {
+    case 6: return tile<6, J, In>(p, w, row, ahead, sink);
+    case 5: return tile<5, J, In>(p, w, row, ahead, sink);
+    case 4: return tile<4, J, In>(p, w, row, ahead, sink);
+    case 3: return tile<3, J, In>(p, w, row, ahead, sink);
+    case 2: return tile<2, J, In>(p, w, row, ahead, sink);
+    case 1: return tile<1, J, In>(p, w, row, ahead, sink);
   }
 }
 
-// Rows [begin, end) through 16 · J columns. Tile after tile fetches another part of what comes next, from `ahead` on.
-template <int J, int F, typename In, typename Out>
-void strip(const Product& p, const In* w, int64_t column, int64_t begin, int64_t end, const char* ahead) {
-  const int64_t bytes = p.depth * sizeof(In) / 4 * F * kLine;
-  int64_t row = begin;
-  for (; row + kTileRows <= end; row += kTileRows, ahead += bytes)
-    tile<kTileRows, J, F, In, Out>(p, w, column, row, ahead);
-  switch (end - row) {
-    case 5: return tile<5, J, F, In, Out>(p, w, column, row, ahead);
-    case 4: return tile<4, J, F, In, Out>(p, w, column, row, ahead);
-    case 3: return tile<3, J, F, In, Out>(p, w, column, row, ahead);
-    case 2: return tile<2, J, F, In, Out>(p, w, column, row, ahead);
-    case 1: return tile<1, J, F, In, Out>(p, w, column, row, ahead);
-    default: return;
-  }
+// Of the weights that come next, the part that the tile at `row` of [begin, end) fetches. Two tiles have to fetch two
+// lines a step, of which the processor adds the second by itself; a single tile reads the weights in one stream, which
+// it foresees.
+template <typename In>
+inline Ahead part_of(const In* next, const Product& p, int64_t row, int64_t begin, int64_t end) {
+  const int64_t stride = end - begin <= kTileRows ? 0 : end - begin <= 2 * kTileRows ? 2 * kLine : kLine;
+  const int64_t steps = p.depth * static_cast<int64_t>(sizeof(In)) / 4;
+  return {reinterpret_cast<const char*>(next) + (row - begin) / kTileRows * steps * stride, stride};
 }
 
-// The same, with as many lines a step as the number of tiles asks for. A single tile reads weights in one stream, which
-// the processor foresees by itself.
-template <int J, typename In, typename Out>
-void strip(const Product& p, const In* w, int64_t column, int64_t begin, int64_t end, const char* ahead) {
-  const int64_t rows = end - begin;
-  if (rows <= kTileRows) return strip<J, 0, In, Out>(p, w, column, begin, end, ahead);
-  if (rows <= 2 * kTileRows) return strip<J, 2, In, Out>(p, w, column, begin, end, ahead);
-  return strip<J, 1, In, Out>(p, w, column, begin, end, ahead);
+// Rows [begin, end) through J vectors of columns.
+template <int J, typename In, template <typename> typename Sink, typename Out>
+void strip(const Product& p, const In* w, const In* next, int64_t column, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; row += kTileRows)
+    tile_of<J, In>(std::min<int64_t>(kTileRows, end - row), p, w, row, part_of(next, p, row, begin, end),
+                   Sink<Out>{p, row, column});
 }
 
-template <typename In, typename Out>
-void multiply(const Product& p, int64_t first, int64_t last, int64_t begin, int64_t end) {
+template <typename In>
+inline const In* weights_at(const Product& p, int64_t column) {
   constexpr int pair = sizeof(In) == sizeof(bf16) ? 2 : 1;
-  const auto at = [&](int64_t column) {
-    return static_cast<const In*>(p.packed) + column / kPanel * kPanel * p.depth + column % kPanel * pair;
-  };
+  return static_cast<const In*>(p.packed) + column / kPanel * kPanel * p.depth + column % kPanel * pair;
+}
+
+template <typename In, template <typename> typename Sink, typename Out>
+void multiply(const Product& p, int64_t first, int64_t last, int64_t begin, int64_t end) {
+  constexpr int wide = kTileVectors * kLanes, narrow = std::min(wide, kColumnGrain);
   for (int64_t rows = begin; rows < end; rows += kRowChunk) {
     const int64_t to = std::min(end, rows + kRowChunk);
     for (int64_t column = first; column < last;) {
-      constexpr int wide = kTileVectors * kLanes, narrow = std::min(wide, kColumnGrain);
       const bool whole = column % wide == 0 && column + wide <= last;
       const int64_t next = column + (whole ? wide : narrow);
-      const char* ahead = reinterpret_cast<const char*>(at(next));
+      const In *w = weights_at<In>(p, column), *ahead = weights_at<In>(p, next);
       if (whole) {
-        strip<wide / kLanes, In, Out>(p, at(column), column, rows, to, ahead);
+        strip<wide / kLanes, In, Sink, Out>(p, w, ahead, column, rows, to);
       } else {
-        strip<narrow / kLanes, In, Out>(p, at(column), column, rows, to, ahead);
+        strip<narrow / kLanes, In, Sink, Out>(p, w, ahead, column, rows, to);
       }
       column = next;
     }
   }
 }
 
-void product(const Product& p, int64_t first, int64_t last, int64_t begin, int64_t end) {
-  if (p.x.dtype == DType::kFloat32) {
-    multiply<float, float>(p, first, last, begin, end);
-  } else if (p.out.dtype == DType::kFloat32) {
-    multiply<bf16, float>(p, first, last, begin, end);
-  } else {
-    multiply<bf16, bf16>(p, first, last, begin, end);
+template <typename T>
+void silu_mul(const T* gate, const T* up, T* out, int64_t width);
+
+// Gates and values lie side by side in each panel, so that a unit is made where its two sums are.
+template <typename T>
+void multiply_gated(const Product& p, int64_t first, int64_t last, int64_t begin, int64_t end) {
+  alignas(64) T scratch[kTileRows][kPanel];
+  for (int64_t rows = begin; rows < end; rows += kRowChunk) {
+    const int64_t to = std::min(end, rows + kRowChunk);
+    for (int64_t column = first; column < last; column += kPanel) {
+      const int64_t panel = column / kPanel, unit = panel * kGated;
+      for (int64_t row = rows; row < to; row += kTileRows) {
+        const int64_t count = std::min<int64_t>(kTileRows, to - row);
+        for (int v = 0; v < kPanel / kLanes; v += kTileVectors)
+          tile_of<kTileVectors, T>(count, p, weights_at<T>(p, column + v * kLanes), row,
+                                   part_of(weights_at<T>(p, column + kPanel), p, row, rows, to),
+                                   Gated<T>{p, panel, v, scratch});
+        for (int r = 0; r < count; ++r)
+          silu_mul(scratch[r], scratch[r] + kGated, p.out.row<T>(row + r) + unit,
+                   std::min<int64_t>(kGated, p.columns - unit));
+      }
+    }
   }
+}
+
+template <typename In, typename Out>
+void product_of(const Product& p, int64_t first, int64_t last, int64_t begin, int64_t end) {
+  if (p.into == Into::kStore) return multiply<In, Stored, Out>(p, first, last, begin, end);
+  if constexpr (sizeof(In) == sizeof(Out)) {
+    if (p.into == Into::kAdd) return multiply<In, Added, Out>(p, first, last, begin, end);
+    return multiply_gated<In>(p, first, last, begin, end);
+  }
+}
+
+void product(const Product& p, int64_t first, int64_t last, int64_t begin, int64_t end) {
+  if (p.x.dtype == DType::kFloat32) return product_of<float, float>(p, first, last, begin, end);
+  if (p.out.dtype == DType::kFloat32) return product_of<bf16, float>(p, first, last, begin, end);
+  return product_of<bf16, bf16>(p, first, last, begin, end);
 }
 
 // ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────

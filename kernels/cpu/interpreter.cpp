@@ -31,6 +31,8 @@ enum Op : int32_t {
   kAdd = 8,
   kSelectRows = 9,
   kLmHead = 10,
+  kLinearAdd = 11,
+  kLinearActivationMul = 12,
 };
 
 int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
@@ -166,8 +168,10 @@ class Interpreter {
       case kEmbed: return embed(op, rank);
       case kRmsNorm: return rms_norm(op, rank);
       case kHeadNorm: return head_norm(op, rank);
-      case kLinear: return product(op[1], op[2], op[3], op[4], rank);
-      case kLmHead: return product(op[1], op[2], -1, op[3], rank);
+      case kLinear: return product(Into::kStore, op[1], op[2], op[3], op[4], rank);
+      case kLinearAdd: return product(Into::kAdd, op[1], op[2], op[3], op[4], rank);
+      case kLinearActivationMul: return product(Into::kGate, op[1], op[2], op[3], op[4], rank);
+      case kLmHead: return product(Into::kStore, op[1], op[2], -1, op[3], rank);
       case kRopeStore: return rope_store(op, rank);
       case kAttention: return attention(op, rank);
       case kActivationMul: return activation_mul(op, rank);
@@ -217,12 +221,14 @@ class Interpreter {
       }
   }
 
-  void product(int x, int w, int bias, int out, int rank) {
+  void product(Into into, int x, int w, int bias, int out, int rank) {
     const Weight& weight = weights_[w];
     const Product p{matrix(x), matrix(out), weight.data, bias < 0 ? nullptr : floats(bias), weight.depth,
-                    weight.rows};
+                    buffers_[out].width, into};
     const int64_t rows = rows_of(x);
-    const Share mine = share(weight.rows, rank, kColumnGrain);
+    const bool gated = into == Into::kGate;
+    const int64_t columns = gated ? round_up(p.columns, kGated) / kGated * kPanel : p.columns;
+    const Share mine = share(columns, rank, gated ? kPanel : kColumnGrain);
     if (mine.begin < mine.end && rows > 0) kernels_.product(p, mine.begin, mine.end, 0, rows);
   }
 

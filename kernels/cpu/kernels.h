@@ -13,6 +13,7 @@ using bf16 = uint16_t;
 
 constexpr int kPanel = 64;   // columns of a packed weight panel
 constexpr int kColumnGrain = 32;  // columns are dealt out to threads in these
+constexpr int kGated = kPanel / 2;  // units of a panel that holds gates and values
 constexpr int kBlock = 32;   // tokens of a KV block
 constexpr int kStride = 32;  // rows of activations are padded with zeros to a multiple of this
 constexpr int kMaxHeadDim = 256;
@@ -34,15 +35,21 @@ struct Matrix {
   }
 };
 
-// out = x · wᵀ (+ bias), for columns [first, last), which begin at a multiple of kColumnGrain, of a packed weight with
-// `columns` columns and depth `depth`, and rows [begin, end). Packed: bf16 [panel][depth/2][64][2], fp32 [panel][depth][64]; depth and columns are padded with zeros.
+// What becomes of x · wᵀ + bias: it is out, it is added to out, or out = silu(first half) · second half. Either way it is
+// rounded to the dtype of `out` first, so that the bits are those of two ops.
+enum class Into : int { kStore, kAdd, kGate };
+
+// A product, for packed columns [first, last), which begin at a multiple of kColumnGrain (kGate: of kPanel), and rows
+// [begin, end). Packed: bf16 [panel][depth/2][64][2], fp32 [panel][depth][64]; depth and columns are padded with zeros.
+// For kGate a panel holds kGated columns of the first half, then those of the second half for the same units.
 struct Product {
   Matrix x;
   Matrix out;
   const void* packed;
   const float* bias;
   int64_t depth;
-  int64_t columns;
+  int64_t columns;  // of out
+  Into into;
 };
 
 // One sequence's new tokens [first, first + count) of the batch against its blocks.

@@ -69,6 +69,12 @@ inline void store(bf16* p, V v, int64_t count) {
   if (count > 0) std::memcpy(p, part, count * sizeof(bf16));
 }
 
+// The nearest bf16, as float.
+inline V rounded(V v) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(to_bf16(v.lo), 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(to_bf16(v.hi), 16))};
+}
+
 inline V add(V a, V b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
 inline V sub(V a, V b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
 inline V mul(V a, V b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }

@@ -49,6 +49,9 @@ inline __m256i to_bf16(V v) {
       _mm512_srli_epi32(_mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000)), 16));
 #endif
 }
+inline V widen(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
+// The nearest bf16, as float.
+inline V rounded(V v) { return widen(to_bf16(v)); }
 inline void store(bf16* p, V v, int64_t count) { _mm256_mask_storeu_epi16(p, first(count), to_bf16(v)); }
 
 inline V add(V a, V b) { return _mm512_add_ps(a, b); }
