@@ -52,6 +52,8 @@ class Fleet:
     url: str
     directory: Path
     worker: subprocess.Popen[bytes]
+    #: From the start of the worker's process until it was registered.
+    seconds_to_ready: float
 
     def through_redis(self, requests: list[Request]) -> float:
         """From the first enqueue until the last result is read."""
@@ -96,19 +98,21 @@ class Fleet:
 
 
 @contextmanager
-def fleet() -> Iterator[Fleet]:
+def fleet(*options: str) -> Iterator[Fleet]:
+    """A server and a worker with `options`, ready."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         server = EmbeddedServer(directory / "server")
-        command = [sys.executable, "-m", "batonq.worker", "--redis-url", server.url, "--model", MODEL]
-        worker = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "batonq.worker", "--redis-url", server.url, "--model", MODEL, *options]
         producer = Producer(server.url)
+        begin = time.perf_counter()
+        worker = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
             while not producer.connection.scard(keys.workers_of_queue(MODEL)):
                 if worker.poll() is not None:
                     raise SystemExit("the worker ended before it was ready")
-                time.sleep(0.05)
-            yield Fleet(server.url, directory, worker)
+                time.sleep(0.005)
+            yield Fleet(server.url, directory, worker, time.perf_counter() - begin)
         finally:
             producer.connection.close()
             worker.terminate()

@@ -61,7 +61,12 @@ def test_imports_run_one_way(path: Path) -> None:
         ("batonq.engine.engine", ["torch", "numpy", "redis"]),
         ("batonq.engine.scheduler", ["torch", "numpy", "redis"]),
         ("batonq.engine.loading", ["torch", "transformers", "redis"]),
+        ("batonq.engine.models.loader", ["torch", "transformers", "safetensors", "huggingface_hub"]),
+        ("batonq.engine.runner", ["torch"]),
+        ("batonq.engine.sampler", ["torch"]),
         ("batonq.kernels", ["torch", "numpy"]),
+        ("batonq.kernels.backend", ["torch"]),
+        ("batonq.kernels.cpu_sampling", ["torch"]),
     ],
 )
 def test_importing_brings_no_more_than_is_needed(module: str, absent: list[str]) -> None:
