@@ -127,9 +127,13 @@ class Scheduler:
         self._preempt(context, "asked for")
 
     def _preempt(self, context: Context, reason: str) -> None:
+        context.num_preemptions += 1
+        self._send_back(context, reason)
+
+    def _send_back(self, context: Context, reason: str) -> None:
+        """Take a running context's blocks, and line it up in front."""
         self.running.remove(context)
         self._drop_blocks(context)
-        context.num_preemptions += 1
         context.transition(ContextState.PREEMPTED, reason, self._decision_id)
         self.waiting.appendleft(context)
 
@@ -275,11 +279,7 @@ class Scheduler:
         for block in plan.published:
             self.pool.withdraw(block)
         for row in reversed(plan.rows):
-            context = row.context
-            self.running.remove(context)
-            self._drop_blocks(context)
-            context.transition(ContextState.PREEMPTED, "step failed", plan.decision_id)
-            self.waiting.appendleft(context)
+            self._send_back(row.context, "step failed")
 
     # ── invariants ──────────────────────────────────────────────────────────────────────────────────────────────────
 
