@@ -20,7 +20,7 @@ from batonq.kernels.cpu_library import Team, best_isa, library
 from batonq.kernels.errors import BackendUnavailable
 from batonq.kernels.fusion import fuse
 from batonq.kernels.packed import PackedWeights
-from batonq.kernels.program import Program
+from batonq.kernels.program import Op, Program
 
 #: Raised whenever a change of the library may alter a bit of any result.
 KERNEL_VERSION = 2
@@ -91,7 +91,8 @@ class CpuBackend:
         self.team = Team(num_threads)
         self._library = library()
         self._logits = np.empty((0, program.vocab_size), np.float32)
-        words = encode(fuse(program))
+        self._fused = fuse(program)
+        words = encode(self._fused)
         self._handle = self._library.batonq_create(
             self.team.handle, self.isa.encode(), words.ctypes.data, len(words), num_blocks
         )
@@ -146,6 +147,12 @@ class CpuBackend:
         if not self._library.batonq_forward(self._handle, *sizes, *pointers, logits.ctypes.data):
             raise MemoryError(f"no memory for the activations of {sizes[0]} tokens")
         return logits
+
+    def profile(self, *, on: bool) -> list[tuple[Op, float]]:
+        """The ops that are run and the seconds each has taken since the last call; goes on to measure them or not."""
+        seconds = np.empty(len(self._fused.ops))
+        self._library.batonq_profile(self._handle, on, seconds.ctypes.data)
+        return list(zip(self._fused.ops, seconds.tolist(), strict=True))
 
     def cache_bytes(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         """The memory of all keys and of all values, layer by layer, block by block; a view, valid as long as this."""

@@ -38,6 +38,8 @@ def library() -> ctypes.CDLL:
     loaded.batonq_forward.restype = ctypes.c_bool
     loaded.batonq_forward.argtypes = [pointer, *[integer] * 4, *[pointer] * 7]
     loaded.batonq_cache.argtypes = [pointer, *[pointer] * 3]
+    loaded.batonq_profile.restype = None
+    loaded.batonq_profile.argtypes = [pointer, ctypes.c_bool, pointer]
     loaded.batonq_sampler_create.restype = pointer
     loaded.batonq_sampler_create.argtypes = [pointer, ctypes.c_char_p]
     loaded.batonq_sampler_destroy.argtypes = [pointer]

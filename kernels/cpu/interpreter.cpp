@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -139,11 +140,25 @@ class Interpreter {
       std::fill(sequence_of_.begin() + batch.query_start[s], sequence_of_.begin() + batch.query_start[s + 1], s);
     plan_attention();
     team_.run([&](int rank) {
-      for (const auto& op : ops_) {
-        step(op.data(), rank);
+      Clock::time_point begin;
+      if (profiling_) begin = Clock::now();
+      for (size_t i = 0; i < ops_.size(); ++i) {
+        step(ops_[i].data(), rank);
         team_.barrier();
+        if (profiling_ && rank == 0) {
+          const Clock::time_point end = Clock::now();
+          seconds_[i] += std::chrono::duration<double>(end - std::exchange(begin, end)).count();
+        }
       }
     });
+  }
+
+  // Gives the seconds that each op has taken since the last call, barrier included, and goes on to measure or not.
+  void profile(bool on, double* seconds) {
+    seconds_.resize(ops_.size());
+    std::copy(seconds_.begin(), seconds_.end(), seconds);
+    std::fill(seconds_.begin(), seconds_.end(), 0.0);
+    profiling_ = on;
   }
 
  private:
@@ -352,6 +367,7 @@ class Interpreter {
       std::memcpy(at(out, l, 0), at(x, batch_->logits_rows[l], 0), buffers_[op[2]].width * item_size(x.dtype));
   }
 
+  using Clock = std::chrono::steady_clock;
   static constexpr int kTileTokens = 16;
 
   const Kernels& kernels_;
@@ -366,6 +382,8 @@ class Interpreter {
   const BatchView* batch_ = nullptr;
   std::vector<int64_t> sequence_of_;
   std::vector<Tile> tiles_;
+  bool profiling_ = false;
+  std::vector<double> seconds_;
 };
 
 }  // namespace batonq
@@ -415,6 +433,9 @@ EXPORT bool batonq_forward(Interpreter* self, int64_t tokens, int64_t sequences,
 
 // First bytes of the keys and values of all layers, and their size, for tests and for moving blocks.
 EXPORT void batonq_cache(Interpreter* self, void** keys, void** values, int64_t* size) { self->cache(keys, values, size); }
+
+// Seconds of each op since the last call, for `benchmarks/kernels.py`; measured from now on if `on`.
+EXPORT void batonq_profile(Interpreter* self, bool on, double* seconds) { self->profile(on, seconds); }
 
 EXPORT void batonq_destroy(Interpreter* self) { delete self; }
 }
