@@ -115,6 +115,8 @@ def test_op_codes_are_fixed_and_complete() -> None:
         "Add": 8,
         "SelectRows": 9,
         "LmHead": 10,
+        "LinearAdd": 11,
+        "LinearActivationMul": 12,
     }
     assert {field for op in get_args(program.Op) for field in inspect.get_annotations(op).values()} == {
         "ClassVar[OpCode]",
