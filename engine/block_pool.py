@@ -125,6 +125,14 @@ class BlockPool:
         if block in self._published:
             self._withdraw(block)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the contents of all blocks; nobody may hold one. They stay in memory but can't be found any more."""
+        assert self.num_held == 0, f"{self.num_held} blocks are held"
+        for block in self._evictable:
+            self._withdraw(block)
+        self._free.extend(self._evictable)
+        self._evictable.clear()
+
     def _withdraw(self, block: int) -> None:
         del self._by_name[self._published.pop(block).name]
 

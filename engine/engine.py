@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 from batonq.engine.block_pool import BlockPool
 from batonq.engine.config import EngineConfig
 from batonq.engine.context import Context, ContextState, FinishReason
-from batonq.engine.errors import DuplicateContext, EngineError
+from batonq.engine.errors import DuplicateContext, EngineBusy, EngineError
 from batonq.engine.history import TokenHistory
 from batonq.engine.limits import Limits, effective_request
 from batonq.engine.logprobs import TokenLogprobs
@@ -256,6 +256,15 @@ class Engine(Generic[Logits]):
             for context_id in tuple(self.contexts):
                 self.abort(context_id)
                 self.forget(context_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV blocks of earlier contexts, so that the next ones are computed from their first token.
+
+        Raises EngineBusy if there are contexts that haven't been forgotten; nothing is changed then.
+        """
+        if self.contexts:
+            raise EngineBusy("reset_prefix_cache", len(self.contexts))
+        self.pool.reset_prefix_cache()
 
     def check_idle(self) -> None:
         """Validate that nothing is left of contexts that ended. Raises AssertionError naming what leaked."""

@@ -40,6 +40,14 @@ class DuplicateContext(EngineError):
         super().__init__("duplicate_context", f"context {context_id} is already in the engine")
 
 
+class EngineBusy(EngineError):
+    """Something was asked for that can't be done while contexts are in the engine."""
+
+    def __init__(self, what: str, contexts: int) -> None:
+        super().__init__("engine_busy", f"{what} is refused while the engine has {contexts} contexts")
+        self.contexts = contexts
+
+
 class IllegalTransition(RuntimeError):
     """A bug: a context was asked to change state in a way that its life does not have."""
 

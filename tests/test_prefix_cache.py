@@ -12,6 +12,7 @@ import pytest
 from batonq.engine.block_pool import BlockKey, BlockPool
 from batonq.engine.context import Context
 from batonq.engine.engine import Engine
+from batonq.engine.errors import EngineBusy
 from batonq.engine.sampling_params import SamplingParams
 from tests.support import null_engine
 from tests.support.definition import alone
@@ -63,6 +64,23 @@ def test_contexts_that_arrive_in_one_step_share() -> None:
     outputs = finish(engine)
     assert outputs["first"] == outputs["same"] == alone(PROMPT, PARAMS)
     assert outputs["longer"] == alone([*PROMPT, 50, 51], PARAMS)
+
+
+def test_a_prefix_cache_that_was_reset_gives_nothing() -> None:
+    engine = null_engine.build(max_num_batched_tokens=32)
+    engine.add("running", PROMPT, PARAMS)
+    engine.step()
+    with pytest.raises(EngineBusy, match="1 contexts"):
+        engine.reset_prefix_cache()
+    finish(engine)
+    warm = engine.add("warm", PROMPT, PARAMS)
+    finish(engine)
+    assert cached(warm) == 20
+    engine.reset_prefix_cache()
+    engine.scheduler.check()
+    cold = engine.add("cold", PROMPT, PARAMS)
+    assert finish(engine)["cold"] == alone(PROMPT, PARAMS)
+    assert cached(cold) == 0
 
 
 @pytest.mark.parametrize("length", range(1, 21))
