@@ -12,18 +12,21 @@ from batonq.kernels.errors import BackendUnavailable
 #: Environment variable that forces an instruction set: avx512bf16, avx512 or avx2.
 ISA_VARIABLE = "BATONQ_CPU_ISA"
 
+#: Environment variable that names a library file to load in place of the package's own, such as one with sanitizers.
+LIBRARY_VARIABLE = "BATONQ_CPU_LIBRARY"
+
 _LIBRARY = "libbatonq_cpu.so"
 
 
 @cache
 def library() -> ctypes.CDLL:
     """The library with its functions (of interpreter.cpp, sampling.cpp, team.cpp). Raises BackendUnavailable."""
-    path = resources.files("batonq.kernels") / _LIBRARY
+    path = os.environ.get(LIBRARY_VARIABLE) or str(resources.files("batonq.kernels") / _LIBRARY)
     try:
-        loaded = ctypes.CDLL(str(path))
+        loaded = ctypes.CDLL(path)
     except OSError as error:
         raise BackendUnavailable(
-            f"{_LIBRARY} can't be loaded; it is built where pip finds a compiler: {error}"
+            f"{path} can't be loaded; it is built where pip finds a compiler: {error}"
         ) from None
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     loaded.batonq_best_isa.restype = ctypes.c_char_p
