@@ -29,13 +29,13 @@ LLAMA3_ROPE = {
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
 
-_GQA2 = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_GQA2 = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 #: By name: GQA groups of 1, 3 and 6; tied and untied heads; biases; sizes that divide nothing; each kind of rope; each
 #: family, with windows shorter than a block and across blocks.
 VARIANTS: dict[str, dict[str, Any]] = {
     "mha-tied": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
-    "gqa3-untied": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8},
+    "gqa3-untied": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 16},
     "mqa6-odd": {
         "num_attention_heads": 6,
         "num_key_value_heads": 1,
@@ -50,8 +50,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2": _GQA2 | {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2-windows": _GQA2
     | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
-    "qwen3": _GQA2 | {"model_type": "qwen3", "head_dim": 16},
-    "qwen3-biases": _GQA2 | {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
+    "qwen3": _GQA2 | {"model_type": "qwen3"},
+    "qwen3-biases": _GQA2 | {"model_type": "qwen3", "attention_bias": True},
     "mistral": _GQA2 | {"model_type": "mistral", "sliding_window": 24},
     "mistral-long": _GQA2 | {"model_type": "mistral", "sliding_window": 75, "rope_parameters": LINEAR_ROPE},
     "mistral-full": _GQA2 | {"model_type": "mistral", "sliding_window": None, "head_dim": 10},
