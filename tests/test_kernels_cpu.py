@@ -33,6 +33,7 @@ from batonq.kernels.program import (
     SelectRows,
 )
 from batonq.kernels.reference import ReferenceBackend
+from tests.support import bits
 from tests.support.batches import Piece, blocks_of, forward, make_batch
 
 ISAS = ("avx512bf16", "avx512", "avx2")
@@ -107,12 +108,6 @@ def compiled_probe(dtype: DType, isa: str) -> CpuBackend:
     return CpuBackend(built, PackedWeights.pack(built, probe.weights(dtype).get), 3, 2, isa)
 
 
-def dirty(backend: CpuBackend) -> None:
-    """What a reused block may hold in slots that nobody has written yet: NaN in every dtype."""
-    for memory in backend.cache_bytes():
-        memory[:] = 0xFF
-
-
 def alone(backend: CpuBackend | ReferenceBackend, tokens: list[int]) -> torch.Tensor:
     """Logits at all positions of a sequence that is computed at once."""
     return forward(backend, make_batch([Piece(tokens, 0, len(tokens), list(range(blocks_of(len(tokens)))))]))
@@ -134,7 +129,7 @@ def alone(backend: CpuBackend | ReferenceBackend, tokens: list[int]) -> torch.Te
 def test_it_computes_what_the_reference_does(isa: str, dtype: DType, shape: dict[str, int]) -> None:
     built = program(dtype, **shape)
     backend = compiled(built, isa)
-    dirty(backend)
+    bits.dirty(backend)
     tokens = random.Random(1).choices(range(131), k=101)
     got = alone(backend, tokens)
     reference = alone(ReferenceBackend(built, weights(built), NUM_BLOCKS), tokens)
@@ -158,27 +153,9 @@ def test_bits_depend_on_the_sequence_alone(isa: str, dtype: DType, window: int, 
     built = program(dtype, window=window)
     sequences = [chance.choices(range(131), k=chance.randint(1, 140)) for _ in range(9)]
     single = compiled(built, isa, 1)
-    expected = [alone(single, tokens) for tokens in sequences]
+    expected = [bits.alone(single, tokens) for tokens in sequences]
     backend = compiled(built, isa, threads)
-    dirty(backend)
-    free = chance.sample(range(NUM_BLOCKS), NUM_BLOCKS)
-    blocks = [[free.pop() for _ in range(blocks_of(len(tokens)))] for tokens in sequences]
-    done = [0] * len(sequences)
-    while any(at < len(tokens) for at, tokens in zip(done, sequences, strict=True)):
-        running = [i for i, tokens in enumerate(sequences) if done[i] < len(tokens)]
-        chosen = chance.sample(running, chance.randint(1, len(running)))
-        pieces, ends = [], []
-        for i in chosen:
-            end = min(len(sequences[i]), done[i] + chance.choice([1, 1, 2, 7, 31, 33, 64]))
-            pieces.append(Piece(sequences[i], done[i], end, blocks[i]))
-            ends.append(end)
-        logits = forward(backend, make_batch(pieces))
-        at = 0
-        for i, end in zip(chosen, ends, strict=True):
-            count = end - done[i]
-            assert torch.equal(logits[at : at + count], expected[i][done[i] : end]), (i, done[i], end)
-            at += count
-            done[i] = end
+    assert bits.differences(bits.together(backend, sequences, chance, NUM_BLOCKS), expected) == []
 
 
 def test_a_query_only_row_reads_and_does_not_store(isa: str) -> None:

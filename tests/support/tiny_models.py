@@ -30,20 +30,20 @@ LLAMA3_ROPE = {
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
 
 _GQA2 = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+_MQA6 = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 1,
+    "hidden_size": 42,
+    "intermediate_size": 51,
+    "vocab_size": 131,
+}
 
 #: By name: GQA groups of 1, 3 and 6; tied and untied heads; biases; sizes that divide nothing; each kind of rope; each
 #: family, with windows shorter than a block and across blocks.
 VARIANTS: dict[str, dict[str, Any]] = {
     "mha-tied": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
     "gqa3-untied": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 16},
-    "mqa6-odd": {
-        "num_attention_heads": 6,
-        "num_key_value_heads": 1,
-        "hidden_size": 42,
-        "head_dim": 10,
-        "intermediate_size": 51,
-        "vocab_size": 131,
-    },
+    "mqa6-odd": _MQA6 | {"head_dim": 10},
     "biases": _GQA2 | {"attention_bias": True, "mlp_bias": True},
     "rope-llama3": _GQA2 | {"rope_parameters": LLAMA3_ROPE},
     "rope-linear": _GQA2 | {"rope_parameters": LINEAR_ROPE},
@@ -54,6 +54,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-biases": _GQA2 | {"model_type": "qwen3", "attention_bias": True},
     "mistral": _GQA2 | {"model_type": "mistral", "sliding_window": 24},
     "mistral-long": _GQA2 | {"model_type": "mistral", "sliding_window": 75, "rope_parameters": LINEAR_ROPE},
+    "long": _MQA6 | {"head_dim": 32, "max_position_embeddings": 1024},
+    "long-windows": _GQA2 | {"model_type": "mistral", "sliding_window": 300, "max_position_embeddings": 1024},
     "mistral-full": _GQA2 | {"model_type": "mistral", "sliding_window": None, "head_dim": 10},
 }
 
@@ -99,7 +101,7 @@ def save_tokenizer(directory: Path) -> None:
 def engine(
     directory: Path, num_blocks: int = 256, dtype: DTypeName = "float32", **config: int
 ) -> Engine[npt.NDArray[np.float32]]:
-    """An engine over a saved model, with its tokenizer, on one thread."""
+    """An engine over a saved model, with its tokenizer, on one thread unless told otherwise."""
     spec = load_model(ModelSource("tiny", directory), dtype).program.kv_cache
-    settings = EngineConfig(kv_cache_memory_bytes=num_blocks * spec.bytes_per_block, num_threads=1, **config)
+    settings = EngineConfig(kv_cache_memory_bytes=num_blocks * spec.bytes_per_block, **{"num_threads": 1, **config})
     return load_engine(EngineOptions(str(directory), dtype=dtype, config=settings).to_dict())[0]
