@@ -1,9 +1,9 @@
 """What the queue costs: the engine alone, a worker through Redis, and `batonq run` from first enqueue to last row.
 
-    python -m benchmarks.run_overhead [WORKLOAD.jsonl] [--requests 16] [--rounds 3]
+    python -m benchmarks.run_overhead [WORKLOAD.jsonl] [--requests 16] [--rounds 3] [--dtype bfloat16]
 
-A workload has a request a line: `prompt_ids`, `max_tokens`; without one, requests are made from Python's documentation.
-The three run in turn, round after round, greedy and past EOS, so that each makes exactly `max_tokens` tokens.
+A workload is a file as `workloads.py` reads it; without one, requests are made from Python's documentation. The three
+run in turn, round after round, past EOS, so that each makes exactly `max_tokens` tokens.
 Loading, the start of processes and the first round are not counted. Each time a prompt begins with another token, so
 that no prefix cache helps. Ratios are medians of the ratios within a round.
 """
@@ -11,30 +11,12 @@ that no prefix cache helps. Ratios are medians of the ratios within a round.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-from itertools import count
 from pathlib import Path
 
-from batonq.engine.config import EngineConfig
 from batonq.engine.loading import EngineOptions, load_engine
 from benchmarks.subjects import MODEL, Subject, engine_alone, fleet
-from benchmarks.workloads import Request, mixed
-
-#: Token ids that are no special ones, to begin prompts with.
-_FIRST_TOKEN = count(1000)
-
-
-def read_workload(path: Path, limit: int) -> list[Request]:
-    with path.open() as lines:
-        rows = [json.loads(line) for line, _ in zip(lines, range(limit), strict=False)]
-    return [Request(row["prompt_ids"], row["max_tokens"]) for row in rows]
-
-
-def cold(requests: list[Request]) -> list[Request]:
-    """The same with a first token that no prompt had before."""
-    first = next(_FIRST_TOKEN)
-    return [Request([first, *r.prompt_ids[1:]], r.max_tokens) for r in requests]
+from benchmarks.workloads import Request, cold, mixed, read_workload
 
 
 def measure(subjects: dict[str, Subject], requests: list[Request], rounds: int) -> dict[str, list[float]]:
@@ -55,13 +37,14 @@ def main() -> None:
     parser.add_argument("workload", nargs="?", type=Path)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     args = parser.parse_args()
-    engine, _ = load_engine(EngineOptions(MODEL, config=EngineConfig()).to_dict())
+    engine, _ = load_engine(EngineOptions(MODEL, dtype=args.dtype).to_dict())
     if args.workload is None:
         requests = mixed(engine.encoder.encode, args.requests, 0)
     else:
         requests = read_workload(args.workload, args.requests)
-    with fleet() as running:
+    with fleet("--dtype", args.dtype) as running:
         subjects = {
             "engine alone": engine_alone(engine),
             "worker through Redis": running.through_redis,
@@ -71,7 +54,7 @@ def main() -> None:
         rates = measure(subjects, requests, args.rounds)
         used = running.cpu_seconds() - before
     made = sum(r.max_tokens for r in requests) * args.rounds * 2
-    print(f"\n{MODEL}, {len(requests)} requests, {args.rounds} rounds")
+    print(f"\n{MODEL}, {args.dtype}, {len(requests)} requests, {args.rounds} rounds")
     for name, values in rates.items():
         ratio = statistics.median(a / b for a, b in zip(values, rates["engine alone"], strict=True))
         print(f"{name:22} {statistics.median(values):8.1f} output tokens/s   {ratio:.3f} of the engine alone")

@@ -1,7 +1,7 @@
 """What is measured: the engine alone, a worker through Redis, `batonq run`, and transformers' padded batches.
 
-Each runs requests greedily and past EOS, so that each makes exactly `max_tokens` tokens, and returns the seconds that
-took; loading and the start of processes are not in them.
+Each runs requests past EOS, so that each makes exactly `max_tokens` tokens, and returns the seconds that took; loading
+and the start of processes are not in them.
 """
 
 from __future__ import annotations
@@ -32,15 +32,19 @@ BATCH = 64
 Subject = Callable[[list[Request]], float]
 
 
-def greedy(request: Request) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
+def sampling(request: Request) -> SamplingParams:
+    return SamplingParams(
+        temperature=request.temperature, top_p=request.top_p, max_tokens=request.max_tokens, seed=0, ignore_eos=True
+    )
 
 
 def engine_alone(engine: Engine) -> Subject:  # type: ignore[type-arg]
     def run(requests: list[Request]) -> float:
         begin = time.perf_counter()
-        engine.generate([r.prompt_ids for r in requests], [greedy(r) for r in requests])
-        return time.perf_counter() - begin
+        done = engine.generate([r.prompt_ids for r in requests], [sampling(r) for r in requests])
+        seconds = time.perf_counter() - begin
+        assert [len(output.token_ids) for output in done] == [r.max_tokens for r in requests]
+        return seconds
 
     return run
 
@@ -59,7 +63,7 @@ class Fleet:
         """From the first enqueue until the last result is read."""
         producer = Producer(self.url)
         begin = time.perf_counter()
-        jobs = [PromptJob(model=MODEL, token_ids=tuple(r.prompt_ids), sampling=greedy(r)) for r in requests]
+        jobs = [PromptJob(model=MODEL, token_ids=tuple(r.prompt_ids), sampling=sampling(r)) for r in requests]
         for job_id, request in zip(producer.submit_many(jobs), requests, strict=True):
             result = producer.result(job_id)
             assert result.usage is not None, result.error
@@ -73,7 +77,7 @@ class Fleet:
         with tempfile.TemporaryDirectory(dir=self.directory) as name:
             source, output = Path(name) / "in.jsonl", Path(name) / "out.jsonl"
             rows = [
-                {"token_ids": r.prompt_ids, **greedy(r).model_dump(exclude_defaults=True, mode="json")}
+                {"token_ids": r.prompt_ids, **sampling(r).model_dump(exclude_defaults=True, mode="json")}
                 for r in requests
             ]
             source.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -120,12 +124,12 @@ def fleet(*options: str) -> Iterator[Fleet]:
             server.stop()
 
 
-def transformers_padded(directory: Path) -> Subject:
-    """Batches of 64, sorted by output length, padded on the left: `generate` as it is used offline."""
+def transformers_padded(directory: Path, dtype: str) -> Subject:
+    """Batches of 64, sorted by output length, padded on the left: `generate` as it is used offline, greedy."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
 
     def run(requests: list[Request]) -> float:
         begin = time.perf_counter()

@@ -1,0 +1,105 @@
+"""The least time a program could take: for each op max(bytes / bandwidth, operations / peak), one op after another.
+
+Counted are the bytes that can't be in a cache, weights and the KV of earlier tokens, once a step, and the operations of
+products. What moves activations only counts as free. An op whose bytes a cache did hold may beat its floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from batonq.engine.config import EngineConfig
+from batonq.engine.engine import Engine, ModelSpec
+from batonq.engine.loading import Frontend
+from batonq.engine.models import LoadedModel
+from batonq.engine.plan import Plan, Samples
+from batonq.engine.runner import to_batch
+from batonq.kernels.batch import Batch
+from batonq.kernels.program import Attention, Embed, Op, Program, Rows
+from benchmarks.ceilings import Ceilings
+from benchmarks.subjects import sampling
+from benchmarks.workloads import Request
+
+
+@dataclass(frozen=True)
+class Cost:
+    bytes_read: float = 0
+    operations: float = 0
+
+
+def cost(op: Op, program: Program, batch: Batch) -> Cost:
+    """What an op must read and compute for a batch."""
+    if isinstance(op, Attention):
+        return _attention_cost(op, program, batch)
+    weight = program.weights[op.weight] if hasattr(op, "weight") and not isinstance(op, Embed) else None
+    if weight is None or len(weight.shape) != 2:
+        return Cost()
+    rows = len(batch.logits_rows if program.buffers[op.out].rows is Rows.LOGITS else batch.token_ids)
+    size = weight.shape[0] * weight.shape[1]
+    return Cost(size * weight.dtype.itemsize if rows else 0, 2 * rows * size)
+
+
+def _attention_cost(op: Attention, program: Program, batch: Batch) -> Cost:
+    cache = program.kv_cache
+    seen = batch.positions + 1
+    first = batch.positions[batch.query_start[:-1]] + 1
+    low = np.zeros_like(first)
+    if op.window:
+        seen, low = np.minimum(seen, op.window), np.maximum(first - op.window, 0)
+    # Slots of each block that some context sees: a block that several share is read once.
+    starts = np.arange(batch.block_tables.shape[1]) * cache.block_size
+    slots = [np.clip(end[:, None] - starts, 0, cache.block_size) for end in (batch.context_len, low)]
+    read = np.zeros(int(batch.block_tables.max()) + 1, np.int64)
+    np.maximum.at(read, batch.block_tables, slots[0] - slots[1])
+    token_bytes = cache.bytes_per_block / cache.block_size / cache.layers
+    return Cost(float(read.sum()) * token_bytes, 4.0 * op.q_heads * cache.head_dim * float(seen.sum(dtype=np.int64)))
+
+
+def floor(total: Cost, program: Program, ceilings: Ceilings) -> float:
+    """Seconds that an op of this cost takes at least."""
+    return max(total.bytes_read / ceilings.bytes_read, total.operations / ceilings.operations(program.dtype))
+
+
+def step_floor(program: Program, batch: Batch, ceilings: Ceilings) -> float:
+    """Seconds that a batch takes at least."""
+    attention = {op.window: cost(op, program, batch) for op in program.ops if isinstance(op, Attention)}
+    costs = (attention[op.window] if isinstance(op, Attention) else cost(op, program, batch) for op in program.ops)
+    return sum(floor(each, program, ceilings) for each in costs)
+
+
+class _Planner:
+    """A runner and sampler that compute nothing, and add up the floor of the steps that are planned."""
+
+    def __init__(self, program: Program, ceilings: Ceilings) -> None:
+        self.program, self.ceilings, self.seconds = program, ceilings, 0.0
+
+    def forward(self, plan: Plan) -> None:
+        self.seconds += step_floor(self.program, to_batch(plan), self.ceilings)
+
+    def sample(self, plan: Plan, logits: None) -> Samples:
+        del logits
+        return Samples([0] * len(plan.sampling_rows), [None] * len(plan.sampling_rows))
+
+
+def workload_floor(
+    model: LoadedModel, frontend: Frontend, config: EngineConfig, requests: Sequence[Request], ceilings: Ceilings
+) -> float:
+    """Seconds for the steps that our scheduler plans for these requests, beginning with an empty prefix cache."""
+    program = model.program
+    spec = ModelSpec(
+        model_id=model.name,
+        max_model_len=model.max_model_len,
+        vocab_size=program.vocab_size,
+        eos_token_ids=frozenset(),
+        block_size=program.kv_cache.block_size,
+        bytes_per_block=program.kv_cache.bytes_per_block,
+        numerics_id="floor",
+        namespace=b"",
+    )
+    planner = _Planner(program, ceilings)
+    engine = Engine(spec, config, planner, planner, frontend, frontend.vocabulary)
+    engine.generate([r.prompt_ids for r in requests], [sampling(r) for r in requests])
+    return planner.seconds
