@@ -22,8 +22,9 @@ lint: .venv/package
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p batonq.producer -p batonq.worker -p batonq.engine -p batonq.kernels
 
+# BENCH="--dtype float32" and the like; the other benchmarks are in benchmarks/.
 bench: .venv/package
-	$(BIN)/python -m benchmarks.bench
+	$(BIN)/python -m benchmarks.bench $(BENCH)
 
 .venv/package: .venv/dependencies $(SOURCES)
 	$(BIN)/pip install -q --no-deps --force-reinstall .

@@ -34,8 +34,10 @@ def cost(op: Op, program: Program, batch: Batch) -> Cost:
     """What an op must read and compute for a batch."""
     if isinstance(op, Attention):
         return _attention_cost(op, program, batch)
-    weight = program.weights[op.weight] if hasattr(op, "weight") and not isinstance(op, Embed) else None
-    if weight is None or len(weight.shape) != 2:
+    if isinstance(op, Embed) or not hasattr(op, "weight") or not hasattr(op, "out"):
+        return Cost()
+    weight = program.weights[op.weight]
+    if len(weight.shape) != 2:
         return Cost()
     rows = len(batch.logits_rows if program.buffers[op.out].rows is Rows.LOGITS else batch.token_ids)
     size = weight.shape[0] * weight.shape[1]
