@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "sanitizers.h"
 #include "team.h"
 
 namespace batonq {
@@ -44,10 +45,11 @@ class Memory {
   Memory() = default;
   explicit Memory(size_t size) : size_(size) {
     if (size == 0) return;
-    void* mapped = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* mapped = mmap(nullptr, size + kGuard, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
     data_ = mapped;
     madvise(data_, size, MADV_HUGEPAGE);
+    use(size);
   }
   Memory(Memory&& other) noexcept : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
   Memory& operator=(Memory&& other) noexcept {
@@ -56,7 +58,15 @@ class Memory {
     return *this;
   }
   ~Memory() {
-    if (data_ != nullptr) munmap(data_, size_);
+    if (data_ == nullptr) return;
+    allow(data_, size_ + kGuard);
+    munmap(data_, size_ + kGuard);
+  }
+  // From now on only the first `used` bytes hold anything.
+  void use(size_t used) const {
+    if (data_ == nullptr) return;
+    allow(data_, used);
+    forbid(data() + used, size_ + kGuard - used);
   }
   char* data() const { return static_cast<char*>(data_); }
   size_t size() const { return size_; }
@@ -133,7 +143,9 @@ class Interpreter {
     for (Buffer& buffer : buffers_) {
       const int64_t rows = buffer.logits_rows ? batch.logits : batch.tokens;
       const size_t size = rows * buffer.stride() * item_size(buffer.dtype);
-      if (&buffer != &buffers_[output_] && buffer.memory.size() < size) buffer.memory = Memory(size + size / 2);
+      if (&buffer == &buffers_[output_]) continue;
+      if (buffer.memory.size() < size) buffer.memory = Memory(size + size / 2);
+      buffer.memory.use(size);
     }
     sequence_of_.resize(batch.tokens);
     for (int64_t s = 0; s < batch.sequences; ++s)

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "sanitizers.h"
 
 namespace batonq::BATONQ_ISA {
 
@@ -28,13 +29,22 @@ inline void fetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM
 inline V zero() { return _mm512_setzero_ps(); }
 inline V splat(float x) { return _mm512_set1_ps(x); }
 inline V load(const float* p) { return _mm512_loadu_ps(p); }
-inline V load(const float* p, int64_t count) { return _mm512_maskz_loadu_ps(first(count), p); }
+// Bytes of the first `count` lanes.
+inline size_t bytes_of(int64_t count, size_t size) { return size * (count >= kLanes ? kLanes : count <= 0 ? 0 : count); }
+inline V load(const float* p, int64_t count) {
+  reads(p, bytes_of(count, sizeof(float)));
+  return _mm512_maskz_loadu_ps(first(count), p);
+}
 inline V load(const bf16* p, int64_t count) {
+  reads(p, bytes_of(count, sizeof(bf16)));
   return _mm512_castsi512_ps(
       _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(count), p)), 16));
 }
 inline void store(float* p, V v) { _mm512_storeu_ps(p, v); }
-inline void store(float* p, V v, int64_t count) { _mm512_mask_storeu_ps(p, first(count), v); }
+inline void store(float* p, V v, int64_t count) {
+  writes(p, bytes_of(count, sizeof(float)));
+  _mm512_mask_storeu_ps(p, first(count), v);
+}
 
 // Round to nearest even. NaN stays NaN.
 inline __m256i to_bf16(V v) {
@@ -52,7 +62,10 @@ inline __m256i to_bf16(V v) {
 inline V widen(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
 // The nearest bf16, as float.
 inline V rounded(V v) { return widen(to_bf16(v)); }
-inline void store(bf16* p, V v, int64_t count) { _mm256_mask_storeu_epi16(p, first(count), to_bf16(v)); }
+inline void store(bf16* p, V v, int64_t count) {
+  writes(p, bytes_of(count, sizeof(bf16)));
+  _mm256_mask_storeu_epi16(p, first(count), to_bf16(v));
+}
 
 inline V add(V a, V b) { return _mm512_add_ps(a, b); }
 inline V sub(V a, V b) { return _mm512_sub_ps(a, b); }
