@@ -119,8 +119,10 @@ def rows_of(params: SamplingBatch, rows: slice) -> SamplingBatch:
     return SamplingBatch(**{field.name: getattr(params, field.name)[rows] for field in fields(params)})
 
 
-@pytest.mark.parametrize(("vocabulary", "scale"), [(1, 1.0), (300, 0.01), (300, 3.0), (6000, 1.0), (49_152, 0.0001)])
-@pytest.mark.parametrize("temperature", [1.0, 0.8, 1e-4])
+@pytest.mark.parametrize(
+    ("vocabulary", "scale"), [(1, 1.0), (300, 0.01), (300, 3.0), (6000, 1.0), (6000, 1e-6), (49_152, 1e-4)]
+)
+@pytest.mark.parametrize("temperature", [0.8, 1e-4, 1e6])
 def test_a_token_is_in_or_out_at_the_very_border(isa: str, vocabulary: int, scale: float, temperature: float) -> None:
     """The filters are set so that the token that all the vocabulary would draw is the last that is kept, or the first
     that isn't."""
@@ -132,19 +134,21 @@ def test_a_token_is_in_or_out_at_the_very_border(isa: str, vocabulary: int, scal
     usable = [index for index, one in enumerate(found) if one.index > 0 and one.mass > 2**20]
     assert usable or vocabulary == 1
     logits, winners, found = logits[usable], [winners[i] for i in usable], [found[i] for i in usable]
-    borders: dict[str, tuple[list[Any], list[Any]]] = {
-        "top_k": ([one.index + 1 for one in found], [one.index for one in found]),
-        "top_p": (
-            [(one.before + one.mass * 1e-3) / one.total for one in found],
-            [(one.before - one.mass * 1e-3) / one.total for one in found],
-        ),
-        "min_p": ([math.exp(one.z) * (1 - 1e-12) for one in found], [math.exp(one.z) * (1 + 1e-12) for one in found]),
-    }
-    for name, (keeping, dropping) in borders.items():
+    top_k = [one.index + 1 for one in found]
+    top_p, top_p_below = ([(one.before + part * one.mass) / one.total for one in found] for part in (1e-3, -1e-3))
+    min_p, min_p_above = ([math.exp(one.z) * part for one in found] for part in (1 - 1e-12, 1 + 1e-12))
+    borders: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"top_k": top_k}, {"top_k": [one.index for one in found]}),
+        ({"top_p": top_p}, {"top_p": top_p_below}),
+        ({"min_p": min_p}, {"min_p": min_p_above}),
+        ({"top_k": top_k, "min_p": min_p}, {"top_k": top_k, "min_p": min_p_above}),
+        ({"top_p": top_p, "min_p": min_p}, {"top_p": top_p, "min_p": min_p_above}),
+    ]
+    for keeping, dropping in borders:
         asked = plain(len(usable), temperature=temperature, seed=usable)
-        assert sampler.sample(logits, replace(asked, **{name: keeping})) == winners, name
-        dropped = sampler.sample(logits, replace(asked, **{name: dropping}))
-        assert not any(one == winner for one, winner in zip(dropped, winners, strict=True)), name
+        assert sampler.sample(logits, replace(asked, **keeping)) == winners, keeping.keys()
+        dropped = sampler.sample(logits, replace(asked, **dropping))
+        assert not any(one == winner for one, winner in zip(dropped, winners, strict=True)), keeping.keys()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from transformers import (
 from batonq.engine.sampler import SamplingArithmetic
 from batonq.kernels.adjustments import Adjustment
 from batonq.kernels.errors import InvalidLogits, NoCandidates
-from batonq.kernels.philox import MAX_GUMBEL, philox4x32
+from batonq.kernels.philox import MAX_GUMBEL, gumbel, philox4x32
 from batonq.kernels.reference_sampling import adjusted
 from batonq.kernels.sampling import SamplingBatch
 from tests.support import samplers
@@ -104,7 +104,7 @@ def adjustments(vocabulary: int) -> st.SearchStrategy[dict[str, Any]]:
     return masks | st.builds(lambda a, b: a | b, masks, st.fixed_dictionaries(penalties))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_every_row_is_drawn_by_the_contract(data: st.DataObject) -> None:
     vocabulary = data.draw(st.sampled_from([1, 2, 7, 64, 65, 66, 200, 1026, 1500]))
@@ -170,7 +170,7 @@ def test_a_row_does_not_depend_on_the_others(sampler: SamplingArithmetic) -> Non
     assert sampler.sample(logits[::-1].copy(), batch_of(rows[::-1])) == together[::-1]
 
 
-DRAWS = 200_000
+DRAWS = 120_000
 
 #: Of a row of logits: what is asked for, and how transformers, or two lines of numpy, give the distribution.
 DISTRIBUTIONS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
@@ -262,23 +262,32 @@ def test_banned_tokens_are_not_drawn_and_the_logits_stay(sampler: SamplingArithm
     assert logits.tolist() == [[5.0, 4.0, 3.0]]
 
 
-def test_rows_without_a_largest_logit_fail_alone(sampler: SamplingArithmetic) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("place", [0, 20, 40, 60, 130, 199])
+def test_rows_without_a_largest_logit_fail_alone(sampler: SamplingArithmetic, temperature: float, place: int) -> None:
     logits = np.zeros((5, 200), np.float32)
-    logits[1, 130] = math.nan
-    logits[3, 7] = math.inf
-    for temperature in (0.0, 1.0):
-        params = batch_of([PLAIN | {"temperature": temperature}] * 5)
-        usable = sampler.sample(np.zeros_like(logits), params)
-        nan, inf, none = (
-            sampler.sample(logits, replace(params, adjustments=[*[None] * 4, Adjustment(banned=range(200))]))[row]
-            for row in (1, 3, 4)
-        )
-        assert isinstance(nan, InvalidLogits)
-        assert isinstance(inf, InvalidLogits)
-        assert isinstance(none, NoCandidates)
-        assert (nan.row, inf.row, none.row, inf.value) == (1, 3, 4, math.inf)
-        assert math.isnan(nan.value)
-        assert [sampler.sample(logits, params)[row] for row in (0, 2, 4)] == [usable[row] for row in (0, 2, 4)]
+    params = batch_of([PLAIN | {"temperature": temperature}] * 5)
+    usable = sampler.sample(logits, params)
+    logits[1, place] = math.nan
+    logits[3, place] = math.inf
+    first, nan, third, inf, none = sampler.sample(
+        logits, replace(params, adjustments=[*[None] * 4, Adjustment(banned=range(200))])
+    )
+    assert [first, third] == [usable[0], usable[2]]
+    assert isinstance(nan, InvalidLogits)
+    assert isinstance(inf, InvalidLogits)
+    assert isinstance(none, NoCandidates)
+    assert (nan.row, inf.row, none.row, inf.value) == (1, 3, 4, math.inf)
+    assert math.isnan(nan.value)
+
+
+def test_the_lowest_id_among_equal_sums(sampler: SamplingArithmetic) -> None:
+    """Two tokens whose 32 random bits are the same by chance."""
+    seed, position, vocabulary, pair = 5, 9, 152_000, (432, 94_710)
+    assert gumbel(seed, position, pair[0]) == gumbel(seed, position, pair[1])
+    for top_p in (1.0, 0.99):
+        row = PLAIN | {"seed": seed, "position": position, "allowed": pair[::-1], "top_p": top_p}
+        assert sampler.sample(np.zeros((1, vocabulary), np.float32), batch_of([row])) == [pair[0]]
 
 
 def test_an_unusable_logit_that_is_ruled_out_hurts_nobody(sampler: SamplingArithmetic) -> None:

@@ -254,7 +254,7 @@ class RowSampler {
     const bool rough = temperature_ >= kLeastRoughTemperature && temperature_ <= kMostRoughTemperature &&
                        1 - top_p > 16 * kRoughError;
     const double estimate = rough ? kernels_.rough_total(row_, largest_, static_cast<float>(1 / temperature_)) : 1.0;
-    // What lies below has together less than half of what the nucleus may lack.
+    // What lies below has together less than half of what the nucleus may lack, so the border is among the candidates.
     collect_from(temperature_ * std::log((1 - top_p) * 0.5 * estimate / static_cast<double>(row_.count)));
     if (rough) collect_enough(top_p * estimate * (1 + 4 * kRoughError));
     compute_masses();
@@ -264,12 +264,7 @@ class RowSampler {
       const double most = estimate * (1 + kRoughError) / kMassUnit;
       if (find_border(mass, reaches(least), &border) && reaches(most)(border.sum)) return border;
     }
-    const auto reached = reaches(static_cast<double>(total_mass()));
-    if (find_border(mass, reached, &border)) return border;
-    collect_from(-kInfinity);
-    compute_masses();
-    border = kAll;
-    find_border(mass, reached, &border);
+    find_border(mass, reaches(static_cast<double>(total_mass())), &border);
     return border;
   }
 
@@ -287,7 +282,8 @@ class RowSampler {
       const bool enough = kernels_.rough_sum(rough_.get(), count_, static_cast<float>(std::exp(middle))) >= sum;
       (enough ? low : high) = middle;
     }
-    if (low > -40) collect_from(temperature_ * low - 1e-3);
+    // The rounding of single precision moves z by less than what is taken off.
+    if (low > -40) collect_from(temperature_ * (low - 1e-4));
   }
 
   // The shortest prefix of the candidates' order whose sum of weights is `reached`; false if none is.
