@@ -30,7 +30,7 @@ SOME_ROWS_ARE_ERRORS = 3
 
 #: How often every row under way is looked at, in seconds, in case word of its end was lost.
 _RECONCILE_SECONDS = 30.0
-_WAIT_SECONDS = 0.2
+_WAIT_SECONDS = 0.5
 _AWAY_SECONDS = 1.0
 _LISTED = 10
 _WORKER = (sys.executable, "-m", "batonq.worker")
@@ -180,6 +180,7 @@ class _Run:
         self._interrupt = interrupt
         self._last = last
         self._local: LocalFleet | None = None
+        self._looked_at = time.monotonic()
 
     def work(self) -> None:
         """Until every row is finished or the user stops it. Raises ServerError, WorkerError, redis's errors."""
@@ -234,9 +235,12 @@ class _Run:
                 if away or time.monotonic() >= reconcile_at:
                     rows.reconcile()
                     reconcile_at = time.monotonic() + _RECONCILE_SECONDS
-                rows.collect(rows.wait(_WAIT_SECONDS) if rows.in_flight else [])
+                ended = rows.wait(_WAIT_SECONDS) if rows.in_flight else []
+                rows.collect(ended)
                 rows.refill()
                 away = False
+                if ended:
+                    time.sleep(self._gathering_seconds(len(ended), rows.in_flight))
             except redis.AuthenticationError:
                 raise
             except _AWAY as error:
@@ -247,6 +251,15 @@ class _Run:
                 time.sleep(_AWAY_SECONDS)
             self._check_local()
             self._reporter.tick()
+
+    def _gathering_seconds(self, ended: int, in_flight: int) -> float:
+        """How long to let ended rows gather, since to look for few takes the processors nearly as long as for many.
+
+        Not so long that more than an eighth of those under way end meanwhile: the worker never waits for rows.
+        """
+        now = time.monotonic()
+        seconds_per_row, self._looked_at = (now - self._looked_at) / ended, now
+        return min(_WAIT_SECONDS, in_flight / 8 * seconds_per_row)
 
     def _check_local(self) -> None:
         if self._local is not None and (news := self._local.check(self._reporter.rows)):

@@ -156,15 +156,19 @@ def test_two_runs_into_one_output(tmp_path: Path) -> None:
     process.communicate(timeout=60)
 
 
+def living_workers(run_pid: int) -> list[psutil.Process]:
+    children = psutil.Process(run_pid).children()
+    living = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in living if "answering" in " ".join(child.cmdline())]
+
+
 def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", prompts(_ROWS))
     output = tmp_path / "out.jsonl"
     process = start(source, output, answer_seconds=0.003)
     for target in (5, 60, 120, 180):  # more often than it may without progress
         eventually(lambda t=target: lines(output) > t, "rows")  # type: ignore[misc]
-        for child in psutil.Process(process.pid).children():
-            if "answering" in " ".join(child.cmdline()):
-                child.kill()
+        eventually(lambda: living_workers(process.pid), "a worker")[0].kill()
     _, shown = process.communicate(timeout=60)
     assert process.returncode == 0, shown
     assert "started again" in shown

@@ -1,7 +1,8 @@
 """The child process: holds the engine and the device, and does nothing but step.
 
-Started by the parent as `python -m batonq.worker.child FD`, where FD is its end of the socket pair. It ends when it is
-told to, when the other end is closed, and, by the kernel's hand, when the parent dies.
+Started by the parent as `python -m batonq.worker.child CHANNEL BELL PARENT`: its end of the socket pair, the bell's end
+to write to, and the parent's process id. It ends when it is told to, when the other end is closed, and, by the kernel's
+hand, when the parent dies.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import replace
+import time
 from typing import Any
 
 from batonq.engine.context import Context
@@ -32,12 +33,12 @@ from batonq.worker.messages import (
     Stop,
     Update,
     pack_ids,
-    to_list,
     unpack_ids,
 )
 from batonq.worker.spelling import spell
 
 _PR_SET_PDEATHSIG = 1
+_FIELDS_WHILE_RUNNING = Update._fields.index("finish_reason")
 
 
 def die_with_parent(parent: int) -> None:
@@ -53,8 +54,10 @@ class EngineLoop:
     def __init__(self, channel: Channel, engine: Engine[Any]) -> None:
         self._channel = channel
         self._engine = engine
-        #: Execution id of each live context.
-        self._executions: dict[str, str] = {}
+        #: Number of each live context, by id.
+        self._numbers: dict[str, int] = {}
+        #: Of those whose tokens are all there is to tell while they run.
+        self._plain: dict[str, int] = {}
         self._stopping = False
 
     def run(self) -> None:
@@ -71,36 +74,42 @@ class EngineLoop:
         match message:
             case Add():
                 self._add(message)
-            case Abort() if self._executions.get(message.context_id) == message.execution_id:
-                self._engine.abort(message.context_id)
-                self._engine.forget(message.context_id)
-                del self._executions[message.context_id]
+            case Abort() if self._numbers.get(message.context_id) == message.number:
+                self._abort(message.context_id)
             case Stop():
                 self._stopping = True
 
     def _add(self, message: Add) -> None:
-        if message.context_id in self._executions:  # an earlier ownership of the same context, lost since
-            self._engine.abort(message.context_id)
-            self._engine.forget(message.context_id)
+        if message.context_id in self._numbers:  # an earlier ownership of the same context, lost since
+            self._abort(message.context_id)
         try:
             context = self._add_to_engine(message)
         except EngineError as error:
-            self._executions.pop(message.context_id, None)
             refused = Update(
-                message.execution_id,
-                message.context_id,
+                message.number,
                 "ERROR",
                 finish_reason="error",
                 error_code=error.code,
                 error_message=error.message,
                 error_param=error.param,
             )
-            self._channel.send(Step(0, [to_list(refused)]))
-        else:
-            self._executions[message.context_id] = message.execution_id
-            if message.streaming and message.output_token_ids:
-                # What its tokens so far show is in the stream already; a part of a character or of a stop string isn't.
-                context.text.delta(final=False)
+            self._channel.send(Step(0, time.time(), b"", b"", [refused]))
+            return
+        self._numbers[message.context_id] = message.number
+        if not message.streaming and context.sampling_params.logprobs is None:
+            self._plain[message.context_id] = message.number
+        if message.streaming and message.output_token_ids:
+            # What its tokens so far show is in the stream already; a part of a character or of a stop string isn't.
+            context.text.delta(final=False)
+
+    def _abort(self, context_id: str) -> None:
+        self._engine.abort(context_id)
+        self._engine.forget(context_id)
+        self._drop(context_id)
+
+    def _drop(self, context_id: str) -> None:
+        del self._numbers[context_id]
+        self._plain.pop(context_id, None)
 
     def _add_to_engine(self, message: Add) -> Context:
         params = SamplingParams(**message.sampling)
@@ -117,37 +126,45 @@ class EngineLoop:
 
     def _report(self, output: StepOutput) -> None:
         """Tell the parent of new tokens, ends, and contexts that began to run or were preempted."""
-        updates = []
-        told = {part.context_id for part in output.outputs}
+        numbers, token_ids, updates = list[int](), list[int](), list[tuple[Any, ...]]()
+        ended = False
         for part in output.outputs:
-            update = self._update(part)
-            updates.append(to_list(self._ending(update) if part.finish_reason is not None else update))
+            number = self._plain.get(part.context_id)
+            if part.finish_reason is not None:
+                updates.append(self._ending(part))
+                ended = True
+            elif number is None:
+                updates.append(self._update(part)[:_FIELDS_WHILE_RUNNING])
+            else:
+                numbers += [number] * len(part.new_token_ids)
+                token_ids += part.new_token_ids
         for context_id in (*output.started, *output.preempted):
-            if context_id not in told and context_id in self._executions:
+            if context_id in self._numbers:
                 state = str(self._engine.contexts[context_id].state)
-                updates.append(to_list(Update(self._executions[context_id], context_id, state)))
-        self._channel.send(Step(output.decision_id, updates))
+                updates.append((self._numbers[context_id], state))
+        step = Step(output.decision_id, time.time(), pack_ids(numbers), pack_ids(token_ids), updates)
+        # As long as more contexts are here than run at once, the next ones can come with the next commit.
+        self._channel.send(step, ring=ended and len(self._numbers) <= self._engine.config.max_num_seqs)
 
     def _update(self, part: ContextOutput) -> Update:
         context = self._engine.contexts[part.context_id]
         num_top = context.sampling_params.logprobs
         return Update(
-            self._executions[part.context_id],
-            part.context_id,
+            self._numbers[part.context_id],
             str(context.state),
             pack_ids(part.new_token_ids),
             b"" if num_top is None else pack(part.new_logprobs, num_top),
             context.text.delta(final=False) if context.is_streaming else "",
         )
 
-    def _ending(self, update: Update) -> Update:
-        context = self._engine.contexts[update.context_id]
+    def _ending(self, part: ContextOutput) -> Update:
+        update = self._update(part)
+        context = self._engine.contexts[part.context_id]
         last_text = context.text.delta(final=True) if context.is_streaming else ""
-        generation = self._engine.forget(update.context_id)
-        del self._executions[update.context_id]
+        generation = self._engine.forget(part.context_id)
+        self._drop(part.context_id)
         vocabulary, params, error = self._engine.vocabulary, context.sampling_params, generation.error
-        return replace(
-            update,
+        return update._replace(
             finish_reason=str(generation.finish_reason),
             text=generation.text,
             last_text=last_text,
@@ -183,11 +200,12 @@ def load(channel: Channel, message: Load) -> Engine[Any] | None:
 
 
 def main() -> int:
-    """Serve the parent at file descriptor argv[1], whose process id is argv[2]."""
-    die_with_parent(int(sys.argv[2]))
+    """Serve the parent, as the command line says."""
+    channel_fd, bell_fd, parent = map(int, sys.argv[1:])
+    die_with_parent(parent)
     for request in (signal.SIGINT, signal.SIGTERM):
         signal.signal(request, signal.SIG_IGN)  # a terminal or a supervisor signals the whole group; the parent answers
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = Channel(socket.socket(fileno=channel_fd), bell_fd)
     for message in channel.receive(wait=True):
         assert isinstance(message, Load)
         engine = load(channel, message)

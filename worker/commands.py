@@ -58,14 +58,16 @@ class CommandListener:
         """Wait until commands are heard."""
         return self._subscribed.wait(seconds)
 
-    def take(self) -> list[Command]:
-        """The commands that have come, oldest first."""
+    def clear(self) -> None:
+        """Forget past rings."""
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(4096)
+
+    def take(self) -> list[Command]:
+        """The commands that have come, oldest first."""
         taken = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                taken.append(self._commands.get_nowait())
+        while not self._commands.empty():
+            taken.append(self._commands.get_nowait())
         return taken
 
     def _listen(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import zlib
 from datetime import UTC, datetime
+from typing import Any
 
 from batonq.engine.sampling_params import SamplingParams
 from batonq.producer import serializer
@@ -30,13 +31,8 @@ def succeed(job: OwnedJob, place: Place, now: float) -> Ending:
         cached_tokens=min(ending.cached_tokens for ending in endings),
         total_tokens=prompt + completion,
     )
-    result = _result(job, place, now).model_copy(
-        update={
-            "choices": [_choice(index, context) for index, context in enumerate(job.contexts)],
-            "usage": usage,
-            "prompt_logprobs": endings[0].prompt_logprobs,
-        }
-    )
+    choices = [_choice(index, context) for index, context in enumerate(job.contexts)]
+    result = _result(job, place, now, choices=choices, usage=usage, prompt_logprobs=endings[0].prompt_logprobs)
     entry = _entry(job.claim, place, _SUCCESSFUL, result, job.claimed_at, now)
     return Ending(
         job.ownership,
@@ -56,15 +52,14 @@ def fail(job: OwnedJob, error: ErrorInfo, place: Place, now: float, *, status: s
     """The end of a job without output; `status` is "stopped" where somebody asked for it."""
     for context in job.contexts:
         context.state = "ERROR"
-    result = _result(job, place, now).model_copy(update={"error": error})
+    result = _result(job, place, now, error=error)
     contexts = [(context.context_id, job.fields(context, now)) for context in job.contexts]
     return _failure(job.claim, place, status, result, job.request.job.client_id, job.claimed_at, now, contexts)
 
 
 def refuse(claim: Claim, refused: RefusedJob, place: Place, now: float) -> Ending:
     """The end of a job that never became a context."""
-    blank = _blank(claim, refused.job, place, None)
-    result = blank.model_copy(update={"error": refused.error, "owners": [place.worker]})
+    result = _blank(claim, refused.job, place, None, error=refused.error, owners=[place.worker])
     return _failure(claim, place, "failed", result, refused.client_id, now, now, [])
 
 
@@ -80,24 +75,28 @@ def _choice(index: int, context: OwnedContext) -> Choice:
     )
 
 
-def _result(job: OwnedJob, place: Place, now: float) -> Result:
-    return _blank(job.claim, job.request.job, place, job.request.sampling).model_copy(
-        update={
-            "numerics": job.numerics,
-            "exact": len(job.numerics) == 1,
-            "owners": job.owners,
-            "resumes": job.resumes,
-            "timings": Timings(
-                enqueued=_moment(job.claim.job.get("enqueued_at")),
-                claimed=job.claimed_at,
-                first_token=job.first_token_at,
-                finished=now,
-            ),
-        }
+def _result(job: OwnedJob, place: Place, now: float, **more: Any) -> Result:
+    timings = Timings(
+        enqueued=_moment(job.claim.job.get("enqueued_at")),
+        claimed=job.claimed_at,
+        first_token=job.first_token_at,
+        finished=now,
+    )
+    return _blank(
+        job.claim,
+        job.request.job,
+        place,
+        job.request.sampling,
+        numerics=job.numerics,
+        exact=len(job.numerics) == 1,
+        owners=job.owners,
+        resumes=job.resumes,
+        timings=timings,
+        **more,
     )
 
 
-def _blank(claim: Claim, job: PromptJob | None, place: Place, sampling: SamplingParams | None) -> Result:
+def _blank(claim: Claim, job: PromptJob | None, place: Place, sampling: SamplingParams | None, **more: Any) -> Result:
     return Result(
         id=claim.ownership.job_id,
         custom_id=job.custom_id if job else None,
@@ -105,6 +104,7 @@ def _blank(claim: Claim, job: PromptJob | None, place: Place, sampling: Sampling
         seed=sampling.seed if sampling else None,
         effective=sampling,
         metadata=job.metadata if job else None,
+        **more,
     )
 
 

@@ -18,6 +18,8 @@ from batonq.worker.signals import StopRequests
 MAX_START_FAILURES = 3
 #: Seconds that a child has for its exit once its end of the channel is closed.
 EXIT_SECONDS = 10.0
+#: As many rings as a pipe holds.
+_MAX_RINGS = 1 << 16
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +29,14 @@ class EngineProcess:
 
     def __init__(self, engine: str, options: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair()
+        bell, to_ring = os.pipe()
+        os.set_blocking(bell, False)
+        self._bell = os.fdopen(bell, "rb", buffering=0)
         with theirs:
-            command = [sys.executable, "-m", "batonq.worker.child", str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
+            passed = (theirs.fileno(), to_ring)
+            command = [sys.executable, "-m", "batonq.worker.child", *map(str, passed), str(os.getpid())]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed)
+            os.close(to_ring)
         self._channel = Channel(ours)
         self.send(Load(engine, options))
 
@@ -39,8 +46,8 @@ class EngineProcess:
         return self._process.pid
 
     def fileno(self) -> int:
-        """For select: readable when a message is there or the child is gone."""
-        return self._channel.fileno()
+        """For select: readable when a message is there that can't wait, or the child is gone."""
+        return self._bell.fileno()
 
     def send(self, message: Message) -> None:
         """Send, unless the child is gone: that shows in `gone`."""
@@ -49,6 +56,10 @@ class EngineProcess:
     def receive(self) -> list[Message]:
         """Messages that are there."""
         return self._channel.receive(wait=False)
+
+    def clear(self) -> None:
+        """Forget past rings of the bell."""
+        self._bell.read(_MAX_RINGS)
 
     @property
     def gone(self) -> bool:
@@ -81,6 +92,7 @@ class EngineProcess:
             self._process.kill()
             status = self._process.wait()
         self._channel.close()
+        self._bell.close()
         return status
 
 

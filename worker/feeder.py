@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import count
 
 from batonq.worker.engine_process import EngineProcess
-from batonq.worker.messages import Abort, Add, Step, Update, pack_ids
+from batonq.worker.messages import Abort, Add, Step, Update, pack_ids, unpack_ids
 from batonq.worker.owned import OwnedContext, OwnedJob
 
 
@@ -21,8 +22,10 @@ class Feeder:
         self.engine = engine
         self._waiting: deque[OwnedJob] = deque()
         self._inside: dict[str, OwnedJob] = {}
-        #: The contexts that the engine has, by id.
-        self._running: dict[str, tuple[OwnedJob, OwnedContext]] = {}
+        self._next_number = count()
+        #: Numbers of the contexts that the engine has, by id, and the contexts by number.
+        self._numbers: dict[str, int] = {}
+        self._running: dict[int, tuple[OwnedJob, OwnedContext]] = {}
         self._alone: OwnedJob | None = None
 
     @property
@@ -50,10 +53,11 @@ class Feeder:
                 self._alone = job
             self._inside[job.job_id] = job
             for context in job.contexts:
-                self._running[context.context_id] = job, context
+                number = self._numbers[context.context_id] = next(self._next_number)
+                self._running[number] = job, context
                 self.engine.send(
                     Add(
-                        job.ownership.execution_id,
+                        number,
                         context.context_id,
                         pack_ids(job.request.input_token_ids),
                         pack_ids(context.tokens),
@@ -70,31 +74,51 @@ class Feeder:
             self._waiting.remove(job)
         if self._inside.get(job.job_id) is job:
             for context in job.contexts:
-                if context.context_id in self._running:
-                    del self._running[context.context_id]
-                    self.engine.send(Abort(job.ownership.execution_id, context.context_id))
+                number = self._numbers.pop(context.context_id, None)
+                if number is not None:
+                    del self._running[number]
+                    self.engine.send(Abort(number, context.context_id))
             self._leave(job)
 
-    def updates(self) -> Iterator[tuple[OwnedJob, OwnedContext, Update]]:
-        """What the engine has said, without waiting. Late words about ownerships that were lost are left out."""
+    def hear(self) -> Iterator[tuple[OwnedJob, Update]]:
+        """Take in what the engine has said, without waiting; the jobs one of whose contexts has ended, and how.
+
+        Late words about ownerships that were lost are left out.
+        """
         for message in self.engine.receive():
-            if not isinstance(message, Step):
+            if isinstance(message, Step):
+                self._grow(message)
+                yield from self._update(message)
+                self._rehabilitate()
+
+    def _grow(self, step: Step) -> None:
+        for number, token_id in zip(unpack_ids(step.numbers), unpack_ids(step.token_ids), strict=True):
+            if number in self._running:
+                job, context = self._running[number]
+                context.grow(token_id)
+                if job.first_token_at is None:
+                    job.first_token_at = step.ended_at
+
+    def _update(self, step: Step) -> Iterator[tuple[OwnedJob, Update]]:
+        for fields in step.updates:
+            update = Update(*fields)
+            if update.number not in self._running:
                 continue
-            for fields in message.updates:
-                update = Update(*fields)
-                job, context = self._running.get(update.context_id, (None, None))
-                if job is None or context is None or job.ownership.execution_id != update.execution_id:
-                    continue
-                if update.finish_reason is not None:
-                    self._end(job, context)
-                elif update.new_token_ids and self._alone is job:
-                    self._alone = None
-                    self._dispatch()
-                yield job, context, update
+            job, context = self._running[update.number]
+            job.take(context, update, step.ended_at)
+            if update.finish_reason is not None:
+                self._end(job, context)
+                yield job, update
+
+    def _rehabilitate(self) -> None:
+        """A suspect that has made progress is none any more."""
+        if self._alone is not None and self._alone.first_token_at is not None:
+            self._alone = None
+            self._dispatch()
 
     def _end(self, job: OwnedJob, context: OwnedContext) -> None:
-        del self._running[context.context_id]
-        if not any(other.context_id in self._running for other in job.contexts):
+        del self._running[self._numbers.pop(context.context_id)]
+        if not any(other.context_id in self._numbers for other in job.contexts):
             self._leave(job)
 
     def _leave(self, job: OwnedJob) -> None:

@@ -79,6 +79,8 @@ class Ledger:
         for job, done in zip(self._unpinned, self._scripts.pin(batch), strict=True):
             if not done:
                 self._lose(job)
+            for context in job.contexts:
+                context.mirrored_state, context.mirrored_at = context.state, now
         self._unpinned = []
 
     def _commit(self) -> bool:
@@ -91,7 +93,7 @@ class Ledger:
         for job, outcome in zip(jobs, outcomes, strict=True):
             if outcome is Committed.DONE:
                 for context in job.contexts:
-                    context.acknowledge()
+                    context.acknowledge(now)
             elif outcome is Committed.LOST:
                 self._lose(job)
         wrong = [job for job, outcome in zip(jobs, outcomes, strict=True) if outcome is Committed.CONTRADICTION]

@@ -1,26 +1,38 @@
 """What parent and child say to each other: small typed messages, length-prefixed msgpack over a socket pair.
 
-Everything about a context carries the execution id of the claim it belongs to, so that late output of an ownership that
-was lost is recognised and dropped.
+The parent numbers what it adds, and no number is used twice for one child. Everything about a context carries the
+number of the `Add` it belongs to, so that late output of an ownership that was lost is recognised and dropped.
+
+What the child says piles up in the socket until the parent looks, which it does at each commit. A bell, a pipe beside
+the socket, wakes it for what can't wait.
 """
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import struct
+import sys
+from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
 _LENGTH = struct.Struct("<I")
+#: Bytes that are read at once.
+_READ_SIZE = 1 << 16
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian uint32."""
-    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def unpack_ids(packed: bytes) -> list[int]:
@@ -60,7 +72,7 @@ class LoadFailed:
 class Add:
     """Parent → child: run a context, from its input or on from its outputs."""
 
-    execution_id: str
+    number: int
     context_id: str
     input_token_ids: bytes
     output_token_ids: bytes
@@ -77,7 +89,7 @@ class Add:
 class Abort:
     """Parent → child: end a context, silently."""
 
-    execution_id: str
+    number: int
     context_id: str
 
 
@@ -86,12 +98,10 @@ class Stop:
     """Parent → child: finish the step, say the last, exit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """Child → parent: what a step did to one context. What stands below the finish reason comes with it."""
+class Update(NamedTuple):
+    """What a step did to one context. What stands below the finish reason comes with it."""
 
-    execution_id: str
-    context_id: str
+    number: int
     #: The context's state after the step.
     state: str
     new_token_ids: bytes = b""
@@ -114,28 +124,36 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Child → parent: one step was done. `updates` are `Update`s as lists of their fields."""
+    """Child → parent: one step was done."""
 
     step: int
-    updates: list[list[Any]]
+    #: Unix time of its end.
+    ended_at: float
+    #: Contexts that run and of which nothing but tokens is new, and these tokens: a number for each (`pack_ids`).
+    numbers: bytes
+    token_ids: bytes
+    #: All others of which something is new, as the fields of their `Update`s.
+    updates: Sequence[Sequence[Any]]
 
 
 Message = Load | Ready | LoadFailed | Add | Abort | Stop | Step
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Load, Ready, LoadFailed, Add, Abort, Stop, Step)}
-
-
-def to_list(message: Any) -> list[Any]:
-    """The fields of a message, in order."""
-    return [getattr(message, f.name) for f in fields(message)]
+_FIELDS = {kind: [field.name for field in fields(kind)] for kind in _KINDS.values()}
 
 
 class Channel:
-    """One end of the socket pair. Both ends may send at once: while one waits to send, it takes in what comes."""
+    """One end of the socket pair. Both ends may send at once: while one waits to send, it takes in what comes.
 
-    def __init__(self, connection: socket.socket) -> None:
+    `bell` is the file descriptor of the pipe's end to write to, where this end has to wake the other one.
+    """
+
+    def __init__(self, connection: socket.socket, bell: int | None = None) -> None:
         self._socket = connection
         self._socket.setblocking(False)
+        self._bell = bell
+        if bell is not None:
+            os.set_blocking(bell, False)
         self._received = bytearray()
         #: Whether the other side is gone and everything that it sent has been received.
         self.closed = False
@@ -144,40 +162,55 @@ class Channel:
         """For select."""
         return self._socket.fileno()
 
-    def send(self, message: Message) -> None:
-        """Send, waiting while the other side is behind: that is the back-pressure. Once it is gone, do nothing."""
-        payload = msgpack.packb([type(message).__name__, *to_list(message)], use_bin_type=True)
+    def send(self, message: Message, *, ring: bool = True) -> None:
+        """Send, waiting while the other side is behind: that is the back-pressure. Once it is gone, do nothing.
+
+        Without `ring`, the other side may look later.
+        """
+        kind = type(message)
+        values = [getattr(message, name) for name in _FIELDS[kind]]
+        payload = msgpack.packb([kind.__name__, *values], use_bin_type=True)
         rest = memoryview(_LENGTH.pack(len(payload)) + payload)
         while rest and not self.closed:
-            readable, writable, _ = select.select([self], [self], [])
             try:
-                if writable:
-                    rest = rest[self._socket.send(rest) :]
-                elif readable:
+                rest = rest[self._socket.send(rest) :]
+            except BlockingIOError:
+                self._ring()  # the socket is full, and it has to look now
+                if select.select([self], [self], [])[0]:
                     self._take_in()
             except (BrokenPipeError, ConnectionResetError):
                 return  # what it sent before is still to be received, and then end of file
+        if ring:
+            self._ring()
+
+    def _ring(self) -> None:
+        if self._bell is None:
+            return
+        with suppress(BlockingIOError, BrokenPipeError):  # rung often enough, or nobody is there
+            os.write(self._bell, b"!")
 
     def receive(self, *, wait: bool) -> list[Message]:
         """Messages that are there; with `wait`, at least one, unless the other side is gone."""
         messages = list(self._decode())
-        while not self.closed:
-            timeout = None if wait and not messages else 0
-            if not select.select([self], [], [], timeout)[0]:
-                break
-            self._take_in()
+        more = True
+        while not self.closed and (more or (wait and not messages)):
+            if wait and not messages:
+                select.select([self], [], [])
+            more = self._take_in()
             messages += self._decode()
         return messages
 
-    def _take_in(self) -> None:
+    def _take_in(self) -> bool:
+        """Whether there may be more."""
         try:
-            data = self._socket.recv(1 << 20)
+            data = self._socket.recv(_READ_SIZE)
+        except BlockingIOError:
+            return False
         except ConnectionResetError:
             data = b""
-        if data:
-            self._received += data
-        else:
-            self.closed = True
+        self._received += data
+        self.closed = not data
+        return len(data) == _READ_SIZE
 
     def _decode(self) -> Iterator[Message]:
         while len(self._received) >= _LENGTH.size:

@@ -5,6 +5,7 @@ A job has one context, or `n` of them, each with a seed of its own; they are cla
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from batonq.engine.sampling_params import SamplingParams, child_seed
@@ -13,6 +14,9 @@ from batonq.producer.schema import ErrorInfo
 from batonq.worker.messages import Update, pack_ids, unpack_ids
 from batonq.worker.requests import EffectiveRequest
 from batonq.worker.scripts import Claim, ContextCommit, ContextEnd, Fields, Loss, Mirror, Ownership, StreamEntry, iso
+
+#: Seconds after which a growing context's hash shows how far it is; its tokens are committed far more often.
+MIRROR_INTERVAL = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,9 @@ class OwnedContext:
     #: Tokens that the server has acknowledged.
     num_committed: int
     state: str = "WAITING"
-    #: Whether anything changed since the last commit.
-    dirty: bool = False
+    #: The state that its hash shows, and since when; None if the hash knows nothing of this ownership yet.
+    mirrored_state: str | None = None
+    mirrored_at: float = 0.0
     #: What the engine said last of it, once it has ended.
     ending: Update | None = None
     #: Text of the tokens after the first `_num_streamed`, as far as it can be shown.
@@ -48,18 +53,29 @@ class OwnedContext:
     _num_streamed: int = 0
     #: Entries that the server may not have. One that was sent stays as it is until it is acknowledged.
     _entries: list[StreamEntry] = field(default_factory=list)
-    #: Fields of its hash as `news` said them last, and as the server is known to have them.
-    _sent: Fields = field(default_factory=dict)
-    _mirrored: Fields = field(default_factory=dict)
 
     @classmethod
     def begin(cls, context_id: str, sampling: SamplingParams, streaming: bool, mirror: Mirror | None) -> OwnedContext:
         """A context as earlier owners left it, or new."""
         tokens = unpack_ids(mirror.tokens) if mirror else []
         packed = bytearray(mirror.logprobs) if mirror else bytearray()
-        own = cls(context_id, sampling, streaming, tokens, packed, len(tokens), dirty=mirror is not None)
+        own = cls(context_id, sampling, streaming, tokens, packed, len(tokens))
         own._num_streamed = len(tokens)
         return own
+
+    @property
+    def dirty(self) -> bool:
+        """Whether anything changed since the last commit."""
+        return len(self.tokens) > self.num_committed or self.state != self.mirrored_state
+
+    def stale(self, now: float) -> bool:
+        """Whether its hash has to be written again."""
+        return self.state != self.mirrored_state or now >= self.mirrored_at + MIRROR_INTERVAL
+
+    def grow(self, token_id: int) -> None:
+        """Take in a token, where that is all there is to know."""
+        self.tokens.append(token_id)
+        self.state = "RUNNING"
 
     def take(self, update: Update) -> None:
         """Take in what a step did to it."""
@@ -67,36 +83,32 @@ class OwnedContext:
         self.logprobs += update.new_logprobs
         self._text += update.new_text
         self.state = update.state
-        self.dirty = True
         if update.finish_reason is not None:
             self.ending = update
 
     def news(self, fields: Fields) -> ContextCommit:
-        """What the server hasn't acknowledged of tokens, text and `fields`."""
+        """What the server hasn't acknowledged of tokens and text, with these fields of its hash."""
         start = self.num_committed
-        packed = self._packed_logprobs(start)
-        self._sent = fields
-        changed = {name: value for name, value in fields.items() if self._mirrored.get(name) != value}
-        return ContextCommit(self.context_id, start, pack_ids(self.tokens[start:]), packed, changed, self._stream())
+        packed = self._packed_logprobs(start) if self.logprobs else b""
+        entries = self._stream() if self.streaming else ()
+        return ContextCommit(self.context_id, start, pack_ids(self.tokens[start:]), packed, fields, entries)
 
     def end(self, fields: Fields) -> ContextEnd:
         """Its part of the job's end."""
-        return ContextEnd(self.context_id, fields, self._stream())
+        return ContextEnd(self.context_id, fields, self._stream() if self.streaming else ())
 
-    def acknowledge(self) -> None:
-        """The server has all that `news` said last."""
+    def acknowledge(self, now: float) -> None:
+        """The server has all that `news` said last, at `now`."""
         self.num_committed = len(self.tokens)
-        self._mirrored = self._sent
         self._entries = []
-        self.dirty = False
+        if self.stale(now):
+            self.mirrored_state, self.mirrored_at = self.state, now
 
     def _packed_logprobs(self, start: int) -> bytes:
         return bytes(self.logprobs[len(self.logprobs) // len(self.tokens) * start :]) if self.tokens else b""
 
     def _stream(self) -> list[StreamEntry]:
         """The entries that the server may not have. They grow by what is new; none that was given out changes."""
-        if not self.streaming:
-            return []
         end = len(self.tokens)
         if end > self._num_streamed:
             start, self._num_streamed = self._num_streamed, end
@@ -122,6 +134,11 @@ class OwnedJob:
     owners: list[str]
     numerics: list[str]
     resumes: int
+    #: Deaths of engines that held it, since it last made progress before this claim.
+    crashes: int
+    #: Unix time at which it has to be ended: its own deadline, or rq's timeout, which counts from the claim.
+    due: float
+    #: When the first token of this ownership was there.
     first_token_at: float | None = None
 
     @classmethod
@@ -143,7 +160,10 @@ class OwnedJob:
         ]
         owners = [*_split(past.get("owners", b"")), place.worker]
         resumes = int(past.get("resumes", 0)) + 1 if resumed else 0
-        return cls(claim, request, now, contexts, owners, numerics, resumes)
+        crashes = int(claim.job.get("batonq_crashes", 0))
+        deadline, timeout = request.job.deadline, int(claim.job.get("timeout", 0))
+        due = min(math.inf if deadline is None else deadline / 1000, now + timeout if timeout > 0 else math.inf)
+        return cls(claim, request, now, contexts, owners, numerics, resumes, crashes, due)
 
     @property
     def ownership(self) -> Ownership:
@@ -154,11 +174,6 @@ class OwnedJob:
     def job_id(self) -> str:
         """Id of the job."""
         return self.claim.ownership.job_id
-
-    @property
-    def crashes(self) -> int:
-        """Deaths of engines that held it, since it last made progress."""
-        return int(self.claim.job.get("batonq_crashes", 0))
 
     @property
     def dirty(self) -> bool:
@@ -183,23 +198,28 @@ class OwnedJob:
             self.first_token_at = now
 
     def overdue(self, now: float) -> ErrorInfo | None:
-        """Why its time is over, if it is: its own deadline, or rq's timeout, which counts from the claim."""
-        deadline = self.request.job.deadline
-        if deadline is not None and now * 1000 >= deadline:
-            return ErrorInfo(code="deadline_exceeded", message=f"the deadline was {iso(deadline / 1000)}")
-        timeout = int(self.claim.job.get("timeout", 0))
-        if 0 < timeout <= now - self.claimed_at:
-            return ErrorInfo(code="job_timeout", message=f"the job ran longer than its timeout of {timeout} s")
-        return None
+        """Why its time is over, if it is."""
+        if now < self.due:
+            return None
+        if self.request.job.deadline is not None and self.due == self.request.job.deadline / 1000:
+            return ErrorInfo(code="deadline_exceeded", message=f"the deadline was {iso(self.due)}")
+        timeout = int(self.claim.job["timeout"])
+        return ErrorInfo(code="job_timeout", message=f"the job ran longer than its timeout of {timeout} s")
 
     def news(self, now: float) -> list[ContextCommit]:
         """What the server hasn't acknowledged."""
-        return [context.news(self.fields(context, now)) for context in self.contexts if context.dirty]
+        # Of a job that is under suspicion always with fields: with these the script also forgets the crashes.
+        return [
+            context.news(self.fields(context, now) if self.crashes or context.stale(now) else {})
+            for context in self.contexts
+            if context.dirty
+        ]
 
     def fields(self, context: OwnedContext, now: float) -> Fields:
-        """What a context's hash says beside the request and the token count."""
+        """What a context's hash says beside the request."""
         return {
             "state": context.state,
+            "token_count": len(context.tokens),
             "owners": ",".join(self.owners),
             "numerics": ",".join(self.numerics),
             "resumes": self.resumes,
@@ -218,7 +238,6 @@ class OwnedJob:
                 "client_id": self.request.job.client_id or "",
                 "priority": self.request.job.priority,
                 "input_token_count": len(self.request.input_token_ids),
-                "token_count": 0,
                 "max_tokens": context.sampling.max_tokens or 0,
                 "created_at": now,
             }

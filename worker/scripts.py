@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import redis
+from redis.exceptions import NoScriptError
 
 from batonq.producer import keys
 
@@ -61,14 +62,14 @@ class StreamEntry:
     last: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ContextCommit:
+class ContextCommit(NamedTuple):
     """What is new about one context: tokens after `start` earlier ones, with their log probabilities, and the rest."""
 
     context_id: str
     start: int
     tokens: bytes
     logprobs: bytes
+    #: Of its hash, those that changed or none.
     fields: Fields
     entries: Sequence[StreamEntry] = ()
 
@@ -173,11 +174,42 @@ class Scripts:
     def __init__(self, connection: redis.Redis) -> None:
         self._connection = connection
         self._scripts = {name: connection.register_script(_source(files)) for name, files in _FILES.items()}
+        #: Past the client, whose layers take longer than the commit of many contexts.
+        self._line: Any = None
 
-    def _call(self, name: str, *arguments: Any, client: Any = None) -> Any:
+    def _call(self, name: str, *arguments: Any) -> Any:
+        return self._call_each(name, [arguments])[0]
+
+    def _call_each(self, name: str, batch: Sequence[Sequence[Any]]) -> list[Any]:
+        """Run a script with each of these arguments, in one round trip."""
+        script = self._scripts[name]
         # Old-style strings: Lua's msgpack knows no other.
-        packed = msgpack.packb([keys.PREFIX, *arguments], use_bin_type=False)
-        return self._scripts[name](args=[packed], client=client)
+        packed = [msgpack.packb([keys.PREFIX, *arguments], use_bin_type=False) for arguments in batch]
+        try:
+            return self._ask([("EVALSHA", script.sha, 0, arguments) for arguments in packed])
+        except NoScriptError:
+            return self._ask([("EVAL", script.script, 0, arguments) for arguments in packed])
+
+    def _ask(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        self._line = self._line or self._connection.connection_pool.get_connection()
+        try:
+            stale = self._line.can_read()  # nothing is owed to us
+        except redis.ConnectionError:  # the server has closed it
+            stale = True
+        if stale:
+            self._line.disconnect()
+        self._line.send_packed_command(self._line.pack_commands(commands))
+        replies = [self._reply() for _ in commands]  # all of them, before any error is raised
+        for reply in replies:
+            if isinstance(reply, redis.ResponseError):
+                raise reply
+        return replies
+
+    def _reply(self) -> Any:
+        try:
+            return self._line.read_response()
+        except redis.ResponseError as error:
+            return error
 
     def claim(
         self, queues: Sequence[str], worker: str, executions: Sequence[str], now: float, ttl: int
@@ -209,30 +241,31 @@ class Scripts:
 
     def commit(self, batch: Sequence[tuple[Ownership, Sequence[ContextCommit]]]) -> list[Committed]:
         """Write what is new of many jobs at once. A job without news is only checked for being ours."""
-        entries = [
-            [
-                *(o.job_id, o.execution_id, o.epoch),
-                [[c.context_id, c.start, c.tokens, c.logprobs, _flat(c.fields), _entries(c.entries)] for c in contexts],
-            ]
-            for o, contexts in batch
-        ]
-        return [Committed(done) for done in self._call("commit", entries)]
+        flat: list[Any] = []
+        for owner, contexts in batch:
+            flat += (owner.job_id, owner.execution_id, owner.epoch, len(contexts))
+            for context_id, start, tokens, logprobs, fields, stream in contexts:
+                more = [logprobs, _flat(fields), _entries(stream)] if logprobs or fields or stream else False
+                flat += (context_id, start, tokens, more)
+        outcomes = [Committed.DONE] * len(batch)
+        failed = self._call("commit", flat)
+        for place, outcome in zip(failed[::2], failed[1::2], strict=True):
+            outcomes[place] = Committed(outcome)
+        return outcomes
 
     def finish(self, endings: Sequence[Ending]) -> list[Finished]:
         """End jobs, in one round trip."""
-        with self._connection.pipeline(transaction=False) as pipeline:
-            for e in endings:
-                owner = e.ownership
-                self._call(
-                    "finish",
-                    *(owner.job_id, owner.execution_id, owner.epoch, e.queue, e.worker, e.status, _flat(e.result)),
-                    *(iso(e.ended), str(e.seconds), e.default_ttl, e.client_id or False),
-                    [[c.context_id, _flat(c.fields), _entries(c.entries)] for c in e.contexts],
-                    e.error or False,
-                    e.transient,
-                    client=pipeline,
-                )
-            return [Finished(*map(bool, flags)) for flags in pipeline.execute()]
+        batch = [
+            (
+                *(e.ownership.job_id, e.ownership.execution_id, e.ownership.epoch),
+                *(e.queue, e.worker, e.status, _flat(e.result)),
+                *(iso(e.ended), str(e.seconds), e.default_ttl, e.client_id or False),
+                [[c.context_id, _flat(c.fields), _entries(c.entries)] for c in e.contexts],
+                *(e.error or False, e.transient),
+            )
+            for e in endings
+        ]
+        return [Finished(*map(bool, flags)) for flags in self._call_each("finish", batch)]
 
     def release(self, worker: str, batch: Sequence[Ownership], *, crashed: bool) -> list[bool]:
         """Give jobs back to the front of their queues, in this order."""

@@ -2,7 +2,8 @@
 
     queue ──claim──▶ feeder ──Add──▶ engine process ──Step──▶ ledger ──commit, finish──▶ Redis
 
-One thread, one loop. It sleeps until the engine says something, the doorbell rings, a signal comes or a timer is due.
+One thread, one loop. It sleeps until a context ends, the doorbell rings, a signal comes or a timer is due. New tokens
+don't wake it: they wait in the socket for the commit that is due next.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from batonq.worker.feeder import Feeder
 from batonq.worker.followups import FollowUps
 from batonq.worker.intake import Intake
 from batonq.worker.ledger import Ledger
-from batonq.worker.messages import Ready, Stop, Update
-from batonq.worker.owned import OwnedContext, OwnedJob, Place
+from batonq.worker.messages import Ready, Stop
+from batonq.worker.owned import OwnedJob, Place
 from batonq.worker.registration import Registration
 from batonq.worker.requests import Frontend, RefusedJob, RequestReader
 from batonq.worker.scripts import Claim, Scripts
@@ -170,8 +171,9 @@ class Worker:
         if self._intake.promising and not self._intake.suspended and self._room > 0:
             due = now
         for key, _ in self._selector.select(max(0.0, max(due, self._next_contact) - now)):
-            if isinstance(key.fileobj, Doorbell):
+            if isinstance(key.fileobj, Doorbell | EngineProcess | CommandListener):
                 key.fileobj.clear()
+            if isinstance(key.fileobj, Doorbell):
                 self._intake.ring()
 
     def _obey(self) -> None:
@@ -242,7 +244,7 @@ class Worker:
     def _end_overdue(self) -> None:
         """End the jobs whose time is over."""
         now = time.time()
-        for job in list(self._ledger.jobs.values()):
+        for job in [job for job in self._ledger.jobs.values() if now >= job.due]:
             if (error := job.overdue(now)) is not None:
                 self._fail(job, error)
 
@@ -289,7 +291,6 @@ class Worker:
         if surplus:
             self._intake.ring()
             self._scripts.release(self._options.name, surplus, crashed=False)
-        self._flush()
 
     def _take_in(self, claim: Claim) -> None:
         """Read a claimed job and line it up, or end it here if it can't be run."""
@@ -313,19 +314,12 @@ class Worker:
     # ── the engine ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _hear_engine(self) -> None:
-        for job, context, update in self._feeder.updates():
-            self._on_update(job, context, update)
-
-    def _on_update(self, job: OwnedJob, context: OwnedContext, update: Update) -> None:
-        now = time.time()
-        job.take(context, update, now)
-        if update.error_code is not None:
-            self._fail(
-                job,
-                ErrorInfo(code=update.error_code, message=update.error_message or "", param=update.error_param),
-            )
-        elif job.ended:
-            self._ledger.end(succeed(job, self._place, now))
+        for job, ending in self._feeder.hear():
+            if ending.error_code is not None:
+                message = ending.error_message or ""
+                self._fail(job, ErrorInfo(code=ending.error_code, message=message, param=ending.error_param))
+            elif job.ended:
+                self._ledger.end(succeed(job, self._place, time.time()))
 
     def _replace_engine(self) -> None:
         """The engine's process died: give back what it held, and start another."""
@@ -374,6 +368,8 @@ class Worker:
         while not engine.gone and (left := self._time_to_stop()) > 0:
             self._stops.clear()
             self._selector.select(min(left, STOP_SECONDS))
+            self._commands.clear()
+            engine.clear()
             for doorbell in self._intake.doorbells:
                 doorbell.clear()
             self._obey()

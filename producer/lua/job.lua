@@ -4,11 +4,11 @@ local args = cmsgpack.unpack(ARGV[1])
 local prefix = args[1]
 
 local function key(...) return prefix .. ':' .. table.concat({...}, ':') end
-local function job_key(id) return key('job', id) end
-local function ctx_key(context) return key('batonq', 'ctx', context) end
-local function tok_key(context) return key('batonq', 'tok', context) end
-local function lp_key(context) return key('batonq', 'lp', context) end
-local function stream_key(context) return key('batonq', 'stream', context) end
+local function job_key(id) return prefix .. ':job:' .. id end
+local function ctx_key(context) return prefix .. ':batonq:ctx:' .. context end
+local function tok_key(context) return prefix .. ':batonq:tok:' .. context end
+local function lp_key(context) return prefix .. ':batonq:lp:' .. context end
+local function stream_key(context) return prefix .. ':batonq:stream:' .. context end
 
 -- Ids of a job's contexts, as far as the server knows of them.
 local function contexts_of(id)
@@ -82,13 +82,18 @@ local function tell(client, id, ttl)
   end
 end
 
+-- Show in a context's hash, if there is one, what became of it.
+local function show(context, state)
+  if redis.call('EXISTS', ctx_key(context)) == 1 then
+    redis.call('HSET', ctx_key(context), 'state', state, 'token_count', committed_tokens(context))
+  end
+end
+
 -- What a canceled job leaves, whoever canceled it. Its status says so already.
 local function settle_canceled(id, queue, client, default_ttl)
   local ttl = tonumber(redis.call('HGET', job_key(id), 'failure_ttl')) or default_ttl
   break_streams(id, 'job_canceled', 'the job was canceled')
-  for _, context in ipairs(contexts_of(id)) do
-    if redis.call('EXISTS', ctx_key(context)) == 1 then redis.call('HSET', ctx_key(context), 'state', 'FINISHED') end
-  end
+  for _, context in ipairs(contexts_of(id)) do show(context, 'FINISHED') end
   retire(id, queue, 'canceled', ttl)
   tell(client, id, ttl > 0 and ttl or default_ttl)
 end

@@ -12,9 +12,7 @@ for i = #batch, 1, -1 do
     redis.call('HSET', job, 'status', 'queued', 'worker_name', '')
     redis.call('HDEL', job, 'batonq_execution')
     if crashed then redis.call('HINCRBY', job, 'batonq_crashes', 1) end
-    for _, context in ipairs(contexts_of(id)) do
-      if redis.call('EXISTS', ctx_key(context)) == 1 then redis.call('HSET', ctx_key(context), 'state', 'PREEMPTED') end
-    end
+    for _, context in ipairs(contexts_of(id)) do show(context, 'PREEMPTED') end
     redis.call('LPUSH', key('queue', queue), id)
     released[i] = 1
   else
