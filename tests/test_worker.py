@@ -21,21 +21,15 @@ from rq.suspension import resume, suspend
 from batonq.engine.sampling_params import SamplingParams
 from batonq.producer import keys, serializer
 from batonq.producer.embedded import EmbeddedServer
-from batonq.producer.schema import FUNCTION, Result
+from batonq.producer.schema import FUNCTION
 from tests.support import null_engine
 from tests.support.definition import alone
 from tests.support.servers import eventually
-from tests.support.workers import QUEUE, worker
+from tests.support.workers import QUEUE, result_of, worker
 
 
 def enqueue(queue: Queue, prompt: str, **sampling: object) -> Job:
     return queue.enqueue(FUNCTION, prompt=prompt, sampling={"temperature": 0, **sampling})
-
-
-def result_of(job: Job) -> Result:
-    latest = job.latest_result()
-    assert latest is not None
-    return Result.model_validate(latest.return_value)
 
 
 def definition(prompt: str, **sampling: object) -> list[int]:

@@ -23,36 +23,20 @@ from rq.webhook import Webhook
 from batonq.engine.sampling_params import SamplingParams
 from batonq.producer import keys, serializer
 from batonq.producer.embedded import EmbeddedServer
-from batonq.producer.schema import FUNCTION, Result
+from batonq.producer.schema import FUNCTION
 from batonq.worker.scripts import Claim, Ending, Finished, Scripts
 from tests.support import callbacks
 from tests.support.definition import alone
 from tests.support.null_engine import POISON
 from tests.support.redis_keys import forever, registries
 from tests.support.servers import eventually
-from tests.support.workers import QUEUE, worker
+from tests.support.workers import QUEUE, error_of, result_of, status, worker
 
 
 def enqueue(queue: Queue, prompt: str = "x", *, max_tokens: int = 5, **options: Any) -> Job:
     fields = {name: options.pop(name) for name in ("priority", "deadline", "model") if name in options}
     sampling = {"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens}
     return queue.enqueue(FUNCTION, kwargs={"prompt": prompt, "sampling": sampling, **fields}, **options)
-
-
-def status(job: Job) -> str:
-    return str(job.get_status().value)
-
-
-def result_of(job: Job) -> Result:
-    latest = job.latest_result()
-    assert latest is not None
-    return Result.model_validate(latest.return_value)
-
-
-def error_of(job: Job) -> str:
-    error = result_of(job).error
-    assert error is not None
-    return error.code
 
 
 def burst(valkey: EmbeddedServer, tmp_path: Path, *options: str, **engine: float) -> str:

@@ -24,12 +24,12 @@ from batonq.engine.sampling_params import SamplingParams
 from batonq.producer import Producer, keys, serializer
 from batonq.producer.client import make_job
 from batonq.producer.embedded import EmbeddedServer
-from batonq.producer.schema import FUNCTION, Result
+from batonq.producer.schema import FUNCTION
 from batonq.worker.scripts import Scripts
 from tests.support.definition import alone
 from tests.support.redis_keys import forever, registries
 from tests.support.servers import eventually
-from tests.support.workers import QUEUE, worker
+from tests.support.workers import QUEUE, error_of, result_of, status, worker
 
 FAR_FUTURE = 10**12
 
@@ -41,22 +41,6 @@ def enqueue(queue: Queue, prompt: str, *, max_tokens: int = 5, n: int = 1, **opt
 
 def definition(prompt: str, length: int = 5) -> list[int]:
     return alone(list(prompt.encode()), SamplingParams(temperature=0, ignore_eos=True, max_tokens=length))
-
-
-def status(job: Job) -> str:
-    return str(job.get_status().value)
-
-
-def result_of(job: Job) -> Result:
-    latest = job.latest_result()
-    assert latest is not None
-    return Result.model_validate(latest.return_value)
-
-
-def error_of(job: Job) -> str:
-    error = result_of(job).error
-    assert error is not None
-    return error.code
 
 
 def rq_info(valkey: EmbeddedServer) -> str:

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+from rq.job import Job
 
+from batonq.producer.schema import Result
 from tests.support import null_worker
 from tests.support.servers import eventually
 
@@ -22,6 +24,22 @@ ROOT = Path(__file__).parents[2]
 def command(url: str, name: str, *options: str) -> list[str]:
     where = ["--redis-url", url, "--model", QUEUE, "--engine", "tests.support.null_worker", "--name", name]
     return [sys.executable, "-m", "batonq.worker", *where, *options]
+
+
+def status(job: Job) -> str:
+    return str(job.get_status().value)
+
+
+def result_of(job: Job) -> Result:
+    latest = job.latest_result()
+    assert latest is not None
+    return Result.model_validate(latest.return_value)
+
+
+def error_of(job: Job) -> str:
+    error = result_of(job).error
+    assert error is not None
+    return error.code
 
 
 class WorkerProcess:
