@@ -106,9 +106,13 @@ class JobLives(RuleBasedStateMachine):
                 job.pinned, job.tokens = True, []
 
     @rule(
-        pick=st.integers(0, 99), back=st.integers(0, 3), new=st.lists(st.integers(0, 9), max_size=3), lie=st.booleans()
+        pick=st.integers(0, 99),
+        back=st.integers(0, 3),
+        new=st.lists(st.integers(0, 9), max_size=3),
+        plain=st.booleans(),
+        lie=st.booleans(),
     )
-    def commit(self, pick: int, back: int, new: list[int], lie: bool) -> None:
+    def commit(self, pick: int, back: int, new: list[int], plain: bool, lie: bool) -> None:
         """Tokens from where the server is or, as after a lost reply, from a little before; or something untrue."""
         if not (found := self.any_claim(pick)):
             return
@@ -120,7 +124,8 @@ class JobLives(RuleBasedStateMachine):
             tokens[0] += 1
         gap = lie and not contradiction
         start += gap
-        news = ContextCommit(claim.ownership.job_id, start, pack_ids(tokens), b"", {"state": "RUNNING"})
+        fields = {} if plain else {"state": "RUNNING"}
+        news = ContextCommit(claim.ownership.job_id, start, pack_ids(tokens), b"", fields)
         (outcome,) = self.scripts.commit([(claim.ownership, [news])])
         if not owned:
             assert outcome is Committed.LOST
