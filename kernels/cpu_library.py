@@ -25,9 +25,7 @@ def library() -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(path)
     except OSError as error:
-        raise BackendUnavailable(
-            f"{path} can't be loaded; it is built where pip finds a compiler: {error}"
-        ) from None
+        raise BackendUnavailable(f"{path} can't be loaded; it is built where pip finds a compiler: {error}") from None
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     loaded.batonq_best_isa.restype = ctypes.c_char_p
     loaded.batonq_team_create.restype = pointer
