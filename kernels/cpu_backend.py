@@ -23,7 +23,7 @@ from batonq.kernels.packed import PackedWeights
 from batonq.kernels.program import Op, Program
 
 #: Raised whenever a change of the library may alter a bit of any result.
-KERNEL_VERSION = 2
+KERNEL_VERSION = 3
 
 #: Bounds of the attention kernel (`kMaxHeadDim`, `kMaxRows` in kernels.h).
 _MAX_HEAD_DIM, _MAX_GROUP = 256, 32

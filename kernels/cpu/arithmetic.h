@@ -272,6 +272,7 @@ void rotate(T* head, const float* cos, const float* sin, int64_t half) {
 
 constexpr int kChunkBlocks = 8, kChunk = kChunkBlocks * kBlock;
 constexpr int kBlockVectors = kBlock / kLanes;
+constexpr float kLog2E = 1.44269504f;
 constexpr int kScoreVectors = kTileVectors < kBlockVectors ? kTileVectors : kBlockVectors;
 
 // A chunk's blocks. While one is read, what is read next is fetched: the next block of keys, the first of values, the next
@@ -340,20 +341,27 @@ inline void scores(const float* const* q, const float* keys, const float* ahead,
     for (int j = 0; j < J; ++j) store(out[r] + kLanes * j, c[r][j]);
 }
 
-// sums = sums · factor + weights · values, for columns [column, column + 16 · J) of R rows.
+// Of a chunk: tokens [from, to), columns from `column` on, and the head that lies `offset` behind the chunk's pointers.
+struct Part {
+  int from, to, column, head_dim;
+  int64_t offset;
+};
+
+// sums = sums · factor + weights · values, for 16 · J columns of R rows.
 template <int R, int J>
 inline void mix(float (*sums)[kMaxHeadDim], const float* factor, const bf16 (*weights)[kChunk],
-                const Chunk<bf16>& chunk, int head_dim, int column) {
+                const Chunk<bf16>& chunk, const Part& part) {
   V c[R][J];
   for (int r = 0; r < R; ++r)
-    for (int j = 0; j < J; ++j) c[r][j] = mul(load(sums[r] + column + kLanes * j), splat(factor[r]));
-  for (int token = 0; token < chunk.held; token += 2) {
-    const int block = token / kBlock, at = (token % kBlock * head_dim + column * 2);
+    for (int j = 0; j < J; ++j) c[r][j] = mul(load(sums[r] + part.column + kLanes * j), splat(factor[r]));
+  for (int token = part.from; token < part.to; token += 2) {
+    const int block = token / kBlock;
+    const int64_t at = part.offset + token % kBlock * part.head_dim + part.column * 2;
     Pairs v[J];
     for (int j = 0; j < J; ++j) {
       const bf16* pair = chunk.values[block] + at + kLanes * j * 2;
       // A second token that doesn't exist may be anything, NaN included: it is masked.
-      v[j] = token + 1 < chunk.held ? load_pairs(pair) : load_firsts(pair);
+      v[j] = token + 1 < part.to ? load_pairs(pair) : load_firsts(pair);
       fetch(chunk.values[block + 1] + at + kLanes * j * 2);
     }
     for (int r = 0; r < R; ++r) {
@@ -362,17 +370,18 @@ inline void mix(float (*sums)[kMaxHeadDim], const float* factor, const bf16 (*we
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int j = 0; j < J; ++j) store(sums[r] + column + kLanes * j, c[r][j]);
+    for (int j = 0; j < J; ++j) store(sums[r] + part.column + kLanes * j, c[r][j]);
 }
 
 template <int R, int J>
 inline void mix(float (*sums)[kMaxHeadDim], const float* factor, const float (*weights)[kChunk],
-                const Chunk<float>& chunk, int head_dim, int column) {
+                const Chunk<float>& chunk, const Part& part) {
   V c[R][J];
   for (int r = 0; r < R; ++r)
-    for (int j = 0; j < J; ++j) c[r][j] = mul(load(sums[r] + column + kLanes * j), splat(factor[r]));
-  for (int token = 0; token < chunk.held; ++token) {
-    const int block = token / kBlock, at = token % kBlock * head_dim + column;
+    for (int j = 0; j < J; ++j) c[r][j] = mul(load(sums[r] + part.column + kLanes * j), splat(factor[r]));
+  for (int token = part.from; token < part.to; ++token) {
+    const int block = token / kBlock;
+    const int64_t at = part.offset + token % kBlock * part.head_dim + part.column;
     V v[J];
     for (int j = 0; j < J; ++j) {
       v[j] = load(chunk.values[block] + at + kLanes * j);
@@ -384,7 +393,7 @@ inline void mix(float (*sums)[kMaxHeadDim], const float* factor, const float (*w
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int j = 0; j < J; ++j) store(sums[r] + column + kLanes * j, c[r][j]);
+    for (int j = 0; j < J; ++j) store(sums[r] + part.column + kLanes * j, c[r][j]);
 }
 
 // What a tile's rows have come to, and which keys of the present chunk each of them sees.
@@ -428,36 +437,100 @@ inline void weigh(Rows<T>& rows, int first, float (*s)[kChunk], T (*weights)[kCh
   }
 }
 
+// Scores of R rows with block b of a chunk, for the head that lies `offset` behind the chunk's pointers.
+template <int R, typename T>
+inline void score_block(const Rows<T>& rows, int first, const Chunk<T>& chunk, int b, int64_t offset, int head_dim,
+                        float (*s)[kChunk]) {
+  const T* ahead = b + 1 < chunk.blocks ? chunk.keys[b + 1] : chunk.values[0];
+  for (int v = 0; v < kBlockVectors; v += kScoreVectors) {
+    const int64_t at = offset + static_cast<int64_t>(v) * kLanes * head_dim;
+    scores<R, kScoreVectors>(rows.q + first, chunk.keys[b] + at, ahead + at, head_dim,
+                             reinterpret_cast<float(*)[kChunk]>(&s[0][b * kBlock + v * kLanes]));
+  }
+}
+
+template <int R, typename T>
+inline void mix_columns(Rows<T>& rows, int first, const float* factor, const T (*weights)[kChunk],
+                        const Chunk<T>& chunk, Part part) {
+  constexpr int wide = kTileVectors;
+  for (; part.column + wide * kLanes <= part.head_dim; part.column += wide * kLanes)
+    mix<R, wide>(rows.sums + first, factor, weights, chunk, part);
+  for (; part.column < part.head_dim; part.column += kLanes) mix<R, 1>(rows.sums + first, factor, weights, chunk, part);
+}
+
 // Takes R rows from `first` on through one chunk.
 template <int R, typename T>
 void through_chunk(Rows<T>& rows, int first, const Chunk<T>& chunk, const AttentionJob& job) {
   alignas(64) float s[R][kChunk];
   alignas(64) T weights[R][kChunk];
   float factor[R];
+  for (int b = 0; b < chunk.blocks; ++b) score_block<R>(rows, first, chunk, b, 0, job.head_dim, s);
+  weigh<R>(rows, first, s, weights, chunk.blocks * kBlockVectors, job.scale * kLog2E, factor);
+  mix_columns<R>(rows, first, factor, weights, chunk, {0, chunk.held, 0, job.head_dim, 0});
+}
+
+// Takes one token's rows, R for each of the job's KV heads, through one chunk, block by block for all heads: so memory
+// is read in one piece. Where sums pause between blocks they are stored as they are, so the bits are the same.
+template <int R, typename T>
+void heads_through_chunk(Rows<T>& rows, const Chunk<T>& chunk, const AttentionJob& job) {
+  alignas(64) float s[kMaxRows][kChunk];
+  alignas(64) T weights[kMaxRows][kChunk];
+  float factor[kMaxRows], ones[R];
+  std::fill(ones, ones + R, 1.0f);
+  const int64_t stride = static_cast<int64_t>(kBlock) * job.head_dim;
+  for (int b = 0; b < chunk.blocks; ++b)
+    for (int h = 0; h < job.heads; ++h) score_block<R>(rows, h * R, chunk, b, h * stride, job.head_dim, s + h * R);
+  for (int h = 0; h < job.heads; ++h)
+    weigh<R>(rows, h * R, s + h * R, weights + h * R, chunk.blocks * kBlockVectors, job.scale * kLog2E, factor + h * R);
   for (int b = 0; b < chunk.blocks; ++b) {
-    const T* ahead = b + 1 < chunk.blocks ? chunk.keys[b + 1] : chunk.values[0];
-    for (int v = 0; v < kBlockVectors; v += kScoreVectors) {
-      const int64_t at = static_cast<int64_t>(v) * kLanes * job.head_dim;
-      scores<R, kScoreVectors>(rows.q + first, chunk.keys[b] + at, ahead + at, job.head_dim,
-                               reinterpret_cast<float(*)[kChunk]>(&s[0][b * kBlock + v * kLanes]));
-    }
+    const int from = b * kBlock, to = std::min(chunk.held, from + kBlock);
+    for (int h = 0; h < job.heads; ++h)
+      mix_columns<R>(rows, h * R, b == 0 ? factor + h * R : ones, weights + h * R, chunk,
+                     {from, to, 0, job.head_dim, h * stride});
   }
-  weigh<R>(rows, first, s, weights, chunk.blocks * kBlockVectors, job.scale * 1.44269504f, factor);
-  int column = 0;
-  constexpr int wide = kTileVectors;
-  for (; column + wide * kLanes <= job.head_dim; column += wide * kLanes)
-    mix<R, wide>(rows.sums + first, factor, weights, chunk, job.head_dim, column);
-  for (; column < job.head_dim; column += kLanes)
-    mix<R, 1>(rows.sums + first, factor, weights, chunk, job.head_dim, column);
+}
+
+// All rows of a tile through one chunk, as many together as see something of it.
+template <typename T>
+void rows_through_chunk(Rows<T>& rows, int count, const Chunk<T>& chunk, const AttentionJob& job) {
+  for (int r = 0; r < count;) {
+    int seeing = 0;
+    while (seeing < kTileRows && r + seeing < count && rows.from[r + seeing] < rows.to[r + seeing]) ++seeing;
+    switch (seeing) {
+      case 6: through_chunk<6>(rows, r, chunk, job); break;
+      case 5: through_chunk<5>(rows, r, chunk, job); break;
+      case 4: through_chunk<4>(rows, r, chunk, job); break;
+      case 3: through_chunk<3>(rows, r, chunk, job); break;
+      case 2: through_chunk<2>(rows, r, chunk, job); break;
+      case 1: through_chunk<1>(rows, r, chunk, job); break;
+      default: seeing = 1;  // this row sees nothing of the chunk
+    }
+    r += seeing;
+  }
+}
+
+template <typename T>
+void heads_through_chunk(Rows<T>& rows, int group, const Chunk<T>& chunk, const AttentionJob& job) {
+  if (rows.from[0] >= rows.to[0]) return;  // the window begins behind the chunk
+  switch (group) {
+    case 6: return heads_through_chunk<6>(rows, chunk, job);
+    case 5: return heads_through_chunk<5>(rows, chunk, job);
+    case 4: return heads_through_chunk<4>(rows, chunk, job);
+    case 3: return heads_through_chunk<3>(rows, chunk, job);
+    case 2: return heads_through_chunk<2>(rows, chunk, job);
+    case 1: return heads_through_chunk<1>(rows, chunk, job);
+  }
 }
 
 template <typename T>
 void attend(const AttentionJob& job) {
-  const int group = job.q_heads / job.kv_heads, count = group * job.count;
+  const int group = job.q_heads / job.kv_heads, together = group * job.heads, count = together * job.count;
+  // Row r belongs to token r / together and to query head kv_head · group + r % together.
+  const auto column = [&](int r) { return (job.kv_head * group + r % together) * job.head_dim; };
   Rows<T> rows;
   for (int r = 0; r < count; ++r) {
-    const int64_t token = job.first + r / group;
-    rows.q[r] = job.qkv.row<T>(token) + (job.kv_head * group + r % group) * job.head_dim;
+    const int64_t token = job.first + r / together;
+    rows.q[r] = job.qkv.row<T>(token) + column(r);
     rows.position[r] = job.positions[token];
     rows.maximum[r] = -kInfinity;
     rows.total[r] = 0.0f;
@@ -482,24 +555,15 @@ void attend(const AttentionJob& job) {
       rows.to[r] = std::clamp(rows.position[r] + 1 - base, 0, kChunk);
       rows.from[r] = job.window > 0 ? std::clamp(rows.position[r] + 1 - job.window - base, 0, kChunk) : 0;
     }
-    for (int r = 0; r < count;) {
-      int seeing = 0;
-      while (seeing < kTileRows && r + seeing < count && rows.from[r + seeing] < rows.to[r + seeing]) ++seeing;
-      switch (seeing) {
-        case 6: through_chunk<6, T>(rows, r, chunk, job); break;
-        case 5: through_chunk<5, T>(rows, r, chunk, job); break;
-        case 4: through_chunk<4, T>(rows, r, chunk, job); break;
-        case 3: through_chunk<3, T>(rows, r, chunk, job); break;
-        case 2: through_chunk<2, T>(rows, r, chunk, job); break;
-        case 1: through_chunk<1, T>(rows, r, chunk, job); break;
-        default: seeing = 1;  // this row sees nothing of the chunk
-      }
-      r += seeing;
+    if (job.heads > 1) {
+      heads_through_chunk(rows, group, chunk, job);
+    } else {
+      rows_through_chunk(rows, count, chunk, job);
     }
   }
   for (int r = 0; r < count; ++r) {
     const V total = splat(rows.total[r]);
-    T* out = job.out.row<T>(job.first + r / group) + (job.kv_head * group + r % group) * job.head_dim;
+    T* out = job.out.row<T>(job.first + r / together) + column(r);
     for (int d = 0; d < job.head_dim; d += kLanes) store(out + d, div(load(rows.sums[r] + d), total), kLanes);
   }
 }

@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <exception>
@@ -118,6 +119,9 @@ class Interpreter {
     }
     weights_.resize(weights);
     for (; at < words + count; at += 1 + at[0]) ops_.emplace_back(at + 1, at + 1 + at[0]);
+    for (const auto& op : ops_)
+      if (op[0] == kAttention) group_ = op[4] / kv_heads_;
+    next_job_ = std::vector<std::atomic<int64_t>>(ops_.size());
   }
 
   void allocate_cache(int64_t blocks) {
@@ -155,7 +159,7 @@ class Interpreter {
       Clock::time_point begin;
       if (profiling_) begin = Clock::now();
       for (size_t i = 0; i < ops_.size(); ++i) {
-        step(ops_[i].data(), rank);
+        step(i, rank);
         team_.barrier();
         if (profiling_ && rank == 0) {
           const Clock::time_point end = Clock::now();
@@ -190,7 +194,8 @@ class Interpreter {
     return {std::min(count, units * rank / size * grain), std::min(count, units * (rank + 1) / size * grain)};
   }
 
-  void step(const int32_t* op, int rank) {
+  void step(size_t index, int rank) {
+    const int32_t* op = ops_[index].data();
     switch (op[0]) {
       case kEmbed: return embed(op, rank);
       case kRmsNorm: return rms_norm(op, rank);
@@ -200,7 +205,7 @@ class Interpreter {
       case kLinearActivationMul: return product(Into::kGate, op[1], op[2], op[3], op[4], rank);
       case kLmHead: return product(Into::kStore, op[1], op[2], -1, op[3], rank);
       case kRopeStore: return rope_store(op, rank);
-      case kAttention: return attention(op, rank);
+      case kAttention: return attention(op, next_job_[index]);
       case kActivationMul: return activation_mul(op, rank);
       case kAdd: return add(op, rank);
       case kSelectRows: return select_rows(op, rank);
@@ -317,44 +322,54 @@ class Interpreter {
     std::memcpy(reinterpret_cast<float*>(values_.data() + base) + slot * head_dim_, v, head_dim_ * sizeof(float));
   }
 
-  struct Tile {
+  // Attention of one or several new tokens of a sequence, for KV heads [head, head + heads).
+  struct Job {
     int64_t sequence, first;
-    int count;
+    int count, head, heads;
   };
 
+  // With enough sequences to go round, a decode's heads stay together, because their keys lie side by side.
   void plan_attention() {
-    tiles_.clear();
-    for (int64_t s = 0; s < batch_->sequences; ++s)
-      for (int64_t t = batch_->query_start[s]; t < batch_->query_start[s + 1]; t += kTileTokens)
-        tiles_.push_back({s, t, static_cast<int>(std::min<int64_t>(kTileTokens, batch_->query_start[s + 1] - t))});
+    jobs_.clear();
+    const bool enough = batch_->sequences >= 4 * team_.size();
+    for (int64_t s = 0; s < batch_->sequences; ++s) {
+      const int64_t begin = batch_->query_start[s], end = batch_->query_start[s + 1];
+      if (enough && end - begin == 1 && group_ <= kTileRows && group_ * kv_heads_ <= kMaxRows) {
+        jobs_.push_back({s, begin, 1, 0, kv_heads_});
+        continue;
+      }
+      const int64_t tokens = std::min<int64_t>(kTileTokens, kMaxRows / group_);
+      for (int64_t t = begin; t < end; t += tokens)
+        for (int h = 0; h < kv_heads_; ++h)
+          jobs_.push_back({s, t, static_cast<int>(std::min(tokens, end - t)), h, 1});
+    }
+    for (auto& next : next_job_) next = 0;
   }
 
-  void attention(const int32_t* op, int rank) {
+  // Whoever is free takes the next job: who does it changes nothing.
+  void attention(const int32_t* op, std::atomic<int64_t>& next_job) {
     const int layer = op[3];
-    AttentionJob job{matrix(op[1]), matrix(op[2]), keys_.data() + layer * layer_bytes_,
-                     values_.data() + layer * layer_bytes_, nullptr, nullptr, batch_->positions, 0, 0, 0, op[4], kv_heads_,
-                     head_dim_, op[6], as_float(op[5])};
-    const int tokens = std::min(kTileTokens, kMaxRows / (op[4] / kv_heads_));
-    // Dealt out in turn, so that long sequences fall to all members.
-    const int64_t jobs = static_cast<int64_t>(tiles_.size()) * kv_heads_;
-    for (int64_t j = rank; j < jobs; j += team_.size()) {
-      const Tile& tile = tiles_[j / kv_heads_];
-      job.kv_head = static_cast<int>(j % kv_heads_);
-      job.block_table = batch_->block_tables + tile.sequence * batch_->table_width;
-      job.ahead = keys_.data() + first_keys(layer, std::min(j + team_.size(), jobs - 1));
-      for (int done = 0; done < tile.count; done += tokens) {
-        job.first = tile.first + done;
-        job.count = std::min(tokens, tile.count - done);
-        rows_for(job.qkv).attend(job);
-      }
+    AttentionJob job{};
+    job.qkv = matrix(op[1]), job.out = matrix(op[2]);
+    job.keys = keys_.data() + layer * layer_bytes_, job.values = values_.data() + layer * layer_bytes_;
+    job.positions = batch_->positions;
+    job.q_heads = op[4], job.kv_heads = kv_heads_, job.head_dim = head_dim_;
+    job.scale = as_float(op[5]), job.window = op[6];
+    const int64_t count = jobs_.size();
+    for (int64_t j = next_job++; j < count; j = next_job++) {
+      job.first = jobs_[j].first, job.count = jobs_[j].count;
+      job.kv_head = jobs_[j].head, job.heads = jobs_[j].heads;
+      job.block_table = batch_->block_tables + jobs_[j].sequence * batch_->table_width;
+      job.ahead = keys_.data() + first_keys(layer, jobs_[std::min(j + team_.size(), count - 1)]);
+      rows_for(job.qkv).attend(job);
     }
   }
 
-  // Offset of the keys that an attention job begins with.
-  int64_t first_keys(int layer, int64_t job) const {
-    const int64_t block = batch_->block_tables[tiles_[job / kv_heads_].sequence * batch_->table_width];
+  // Offset of the keys that a job begins with.
+  int64_t first_keys(int layer, const Job& job) const {
+    const int64_t block = batch_->block_tables[job.sequence * batch_->table_width];
     return layer * layer_bytes_ + block * block_bytes_ +
-           job % kv_heads_ * kBlock * head_dim_ * static_cast<int64_t>(item_size(dtype_));
+           static_cast<int64_t>(job.head) * kBlock * head_dim_ * static_cast<int64_t>(item_size(dtype_));
   }
 
   void activation_mul(const int32_t* op, int rank) {
@@ -380,7 +395,7 @@ class Interpreter {
   }
 
   using Clock = std::chrono::steady_clock;
-  static constexpr int kTileTokens = 16;
+  static constexpr int64_t kTileTokens = 16;
 
   const Kernels& kernels_;
   Team& team_;
@@ -393,7 +408,9 @@ class Interpreter {
   Memory keys_, values_;
   const BatchView* batch_ = nullptr;
   std::vector<int64_t> sequence_of_;
-  std::vector<Tile> tiles_;
+  int group_ = 1;  // query heads of a KV head
+  std::vector<Job> jobs_;
+  std::vector<std::atomic<int64_t>> next_job_;  // of each op
   bool profiling_ = false;
   std::vector<double> seconds_;
 };

@@ -16,6 +16,7 @@ constexpr int kColumnGrain = 32;  // columns are dealt out to threads in these
 constexpr int kGated = kPanel / 2;  // units of a panel that holds gates and values
 constexpr int kBlock = 32;   // tokens of a KV block
 constexpr int kStride = 32;  // rows of activations are padded with zeros to a multiple of this
+constexpr int kTileRows = 6;  // rows that the kernels take together
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxRows = 48;  // query heads times tokens of one attention job
 
@@ -52,7 +53,8 @@ struct Product {
   Into into;
 };
 
-// One sequence's new tokens [first, first + count) of the batch against its blocks.
+// One sequence's new tokens [first, first + count) of the batch against its blocks, for KV heads [kv_head, kv_head +
+// heads). More than one head only for one token, with up to kTileRows query heads each, kMaxRows in all.
 struct AttentionJob {
   Matrix qkv;
   Matrix out;
@@ -67,6 +69,7 @@ struct AttentionJob {
   int64_t first;
   int count;
   int kv_head;
+  int heads;
   int q_heads;
   int kv_heads;
   int head_dim;

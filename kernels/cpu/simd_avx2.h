@@ -11,7 +11,7 @@
 namespace batonq::BATONQ_ISA {
 
 constexpr int kLanes = 16;
-constexpr int kTileRows = 6, kTileVectors = 1;
+constexpr int kTileVectors = 1;
 
 struct V {
   __m256 lo, hi;

@@ -13,8 +13,8 @@
 namespace batonq::BATONQ_ISA {
 
 constexpr int kLanes = 16;
-// Accumulators of a product's tile: rows, and vectors of columns.
-constexpr int kTileRows = 6, kTileVectors = 4;
+// Vectors of columns of a product's tile.
+constexpr int kTileVectors = 4;
 
 using V = __m512;
 using Pairs = __m512i;
