@@ -121,7 +121,7 @@ class Interpreter {
     for (; at < words + count; at += 1 + at[0]) ops_.emplace_back(at + 1, at + 1 + at[0]);
     for (const auto& op : ops_)
       if (op[0] == kAttention) group_ = op[4] / kv_heads_;
-    next_job_ = std::vector<std::atomic<int64_t>>(ops_.size());
+    next_ = std::vector<std::atomic<int64_t>>(ops_.size());
   }
 
   void allocate_cache(int64_t blocks) {
@@ -155,6 +155,7 @@ class Interpreter {
     for (int64_t s = 0; s < batch.sequences; ++s)
       std::fill(sequence_of_.begin() + batch.query_start[s], sequence_of_.begin() + batch.query_start[s + 1], s);
     plan_attention();
+    for (auto& next : next_) next = 0;
     team_.run([&](int rank) {
       Clock::time_point begin;
       if (profiling_) begin = Clock::now();
@@ -200,12 +201,12 @@ class Interpreter {
       case kEmbed: return embed(op, rank);
       case kRmsNorm: return rms_norm(op, rank);
       case kHeadNorm: return head_norm(op, rank);
-      case kLinear: return product(Into::kStore, op[1], op[2], op[3], op[4], rank);
-      case kLinearAdd: return product(Into::kAdd, op[1], op[2], op[3], op[4], rank);
-      case kLinearActivationMul: return product(Into::kGate, op[1], op[2], op[3], op[4], rank);
-      case kLmHead: return product(Into::kStore, op[1], op[2], -1, op[3], rank);
+      case kLinear: return product(Into::kStore, op[1], op[2], op[3], op[4], rank, next_[index]);
+      case kLinearAdd: return product(Into::kAdd, op[1], op[2], op[3], op[4], rank, next_[index]);
+      case kLinearActivationMul: return product(Into::kGate, op[1], op[2], op[3], op[4], rank, next_[index]);
+      case kLmHead: return product(Into::kStore, op[1], op[2], -1, op[3], rank, next_[index]);
       case kRopeStore: return rope_store(op, rank);
-      case kAttention: return attention(op, next_job_[index]);
+      case kAttention: return attention(op, next_[index]);
       case kActivationMul: return activation_mul(op, rank);
       case kAdd: return add(op, rank);
       case kSelectRows: return select_rows(op, rank);
@@ -253,15 +254,25 @@ class Interpreter {
       }
   }
 
-  void product(Into into, int x, int w, int bias, int out, int rank) {
+  // Most columns are dealt out beforehand; the rest go to whoever is free, since no core is as fast as another all the
+  // time, and a barrier waits for the last.
+  void product(Into into, int x, int w, int bias, int out, int rank, std::atomic<int64_t>& next) {
     const Weight& weight = weights_[w];
     const Product p{matrix(x), matrix(out), weight.data, bias < 0 ? nullptr : floats(bias), weight.depth,
                     buffers_[out].width, into};
-    const int64_t rows = rows_of(x);
+    const int64_t rows = rows_of(x), size = team_.size();
+    if (rows == 0) return;
     const bool gated = into == Into::kGate;
     const int64_t columns = gated ? round_up(p.columns, kGated) / kGated * kPanel : p.columns;
-    const Share mine = share(columns, rank, gated ? kPanel : kColumnGrain);
-    if (mine.begin < mine.end && rows > 0) kernels_.product(p, mine.begin, mine.end, 0, rows);
+    const int64_t grain = gated ? kPanel : kColumnGrain, units = round_up(columns, grain) / grain;
+    const auto take = [&](int64_t first, int64_t last) {
+      if (first < last) kernels_.product(p, first * grain, std::min(columns, last * grain), 0, rows);
+    };
+    const int64_t own = units * 3 / 4 / size, shared = own * size, rest = units - shared;
+    take(own * rank, own * (rank + 1));
+    const int64_t step = std::max<int64_t>(1, rest / (8 * size));
+    for (int64_t u = next.fetch_add(step); u < rest; u = next.fetch_add(step))
+      take(shared + u, shared + std::min(rest, u + step));
   }
 
   void rope_store(const int32_t* op, int rank) {
@@ -343,7 +354,6 @@ class Interpreter {
         for (int h = 0; h < kv_heads_; ++h)
           jobs_.push_back({s, t, static_cast<int>(std::min(tokens, end - t)), h, 1});
     }
-    for (auto& next : next_job_) next = 0;
   }
 
   // Whoever is free takes the next job: who does it changes nothing.
@@ -410,7 +420,7 @@ class Interpreter {
   std::vector<int64_t> sequence_of_;
   int group_ = 1;  // query heads of a KV head
   std::vector<Job> jobs_;
-  std::vector<std::atomic<int64_t>> next_job_;  // of each op
+  std::vector<std::atomic<int64_t>> next_;  // of each op, what nobody has taken yet
   bool profiling_ = false;
   std::vector<double> seconds_;
 };
