@@ -17,9 +17,8 @@ from threading import Event, Thread
 from batonq.engine.loading import Frontend
 from batonq.engine.models import load_model, resolve_model
 from batonq.worker.cli import parse_memory
-from benchmarks.workloads import read_workload
 from benchmarks.subjects import MODEL, fleet
-from benchmarks.workloads import mixed
+from benchmarks.workloads import mixed, read_workload
 
 _INTERVAL = 0.05
 
