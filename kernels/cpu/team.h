@@ -5,6 +5,7 @@
 #pragma once
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -57,7 +58,7 @@ class Signal {
 
 class Team {
  public:
-  explicit Team(int size) : size_(size) {
+  explicit Team(int size) : size_(size), spins_(size > cores() ? 0 : kSpins) {
     for (int rank = 1; rank < size; ++rank) threads_.emplace_back([this, rank] { serve(rank); });
   }
 
@@ -84,18 +85,23 @@ class Team {
       arrived_.store(0, std::memory_order_relaxed);
       released_.advance();
     } else {
-      released_.await_change(generation, kSpins);
+      released_.await_change(generation, spins_);
     }
   }
 
  private:
-  // About 20 microseconds.
+  // About 20 microseconds. With fewer cores than members, who spins keeps one from the core.
   static constexpr int kSpins = 1000;
+
+  static int cores() {
+    cpu_set_t set;
+    return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+  }
 
   void serve(int rank) {
     uint32_t seen = 0;
     while (true) {
-      start_.await_change(seen, kSpins);
+      start_.await_change(seen, spins_);
       ++seen;
       if (ending_) return;
       (*work_)(rank);
@@ -103,7 +109,7 @@ class Team {
     }
   }
 
-  const int size_;
+  const int size_, spins_;
   const std::function<void(int)>* work_ = nullptr;
   std::atomic<bool> ending_{false};
   Signal start_, released_;
