@@ -15,6 +15,7 @@ from batonq.engine.config import EngineConfig
 from batonq.engine.engine import Engine
 from batonq.engine.loading import EngineOptions, load_engine
 from batonq.engine.sampling_params import SamplingParams
+from batonq.kernels.cpu_library import best_isa
 from batonq.kernels.program import BLOCK_SIZE
 from tests.support.greedy import assert_greedy
 from tests.support.models import smollm2_dir
@@ -35,7 +36,9 @@ def build(dtype: Literal["float32", "bfloat16"] = "float32", **config: int) -> S
 
 @pytest.fixture(scope="module")
 def engine() -> SmolEngine:
-    return build(max_num_batched_tokens=256, kv_cache_memory_bytes=1 << 29)
+    engine = build(max_num_batched_tokens=256, kv_cache_memory_bytes=1 << 29)
+    assert engine.spec.numerics_id.startswith(f"float32-{best_isa()}-"), "this proves nothing of the compiled backend"
+    return engine
 
 
 @pytest.fixture(scope="module")
