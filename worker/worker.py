@@ -220,7 +220,9 @@ class Worker:
             if now >= self._next_commit:
                 self._next_commit = now + COMMIT_INTERVAL
                 self._end_overdue()
-                self._flush()
+                # A canceled job is noticed once the engine can drop it: after the step that it may be in.
+                self._flush(check=self._feeder.stepped or now >= self._next_look)
+                self._feeder.stepped = False
             if now >= self._next_look:
                 self._next_look = now + LOOK_INTERVAL
                 self._intake.suspended = self._registration.suspended()
@@ -248,8 +250,8 @@ class Worker:
             if (error := job.overdue(now)) is not None:
                 self._fail(job, error)
 
-    def _flush(self) -> None:
-        if self._ledger.flush():
+    def _flush(self, *, check: bool = True) -> None:
+        if self._ledger.flush(check=check):
             self._intake.ring()
         ended, self._ledger.follow_ups = self._ledger.follow_ups, []
         for queue, job_id in ended:
