@@ -20,8 +20,6 @@ class Feeder:
 
     def __init__(self, engine: EngineProcess) -> None:
         self.engine = engine
-        #: Whether the engine has finished a step since somebody set this to False.
-        self.stepped = False
         self._waiting: deque[OwnedJob] = deque()
         self._inside: dict[str, OwnedJob] = {}
         self._next_number = count()
@@ -89,7 +87,6 @@ class Feeder:
         """
         for message in self.engine.receive():
             if isinstance(message, Step):
-                self.stepped = True
                 self._grow(message)
                 yield from self._update(message)
                 self._rehabilitate()

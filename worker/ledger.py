@@ -62,13 +62,10 @@ class Ledger:
         self.jobs.pop(ending.ownership.job_id, None)
         self._endings.append(ending)
 
-    def flush(self, *, check: bool) -> bool:
-        """Tell the server everything, and find out what is no longer ours. True if a job was queued again.
-
-        Jobs without news are asked for only with `check`.
-        """
+    def flush(self) -> bool:
+        """Tell the server everything, and find out what is no longer ours. True if a job was queued again."""
         self._pin()
-        queued_again = self._commit(check) | self._publish()
+        queued_again = self._commit() | self._publish()
         if self._losses:
             self._scripts.settle(self._place.worker, FAILURE_TTL, self._losses)
             self._losses = []
@@ -86,8 +83,9 @@ class Ledger:
                 context.mirrored_state, context.mirrored_at = context.state, now
         self._unpinned = []
 
-    def _commit(self, check: bool) -> bool:
-        jobs = [job for job in self.jobs.values() if check or job.dirty]
+    def _commit(self) -> bool:
+        """Commit what is new. Jobs without news are asked for too: that is how a canceled one is noticed at once."""
+        jobs = list(self.jobs.values())
         if not jobs:
             return False
         now = time.time()

@@ -220,9 +220,7 @@ class Worker:
             if now >= self._next_commit:
                 self._next_commit = now + COMMIT_INTERVAL
                 self._end_overdue()
-                # A canceled job is noticed once the engine can drop it: after the step that it may be in.
-                self._flush(check=self._feeder.stepped or now >= self._next_look)
-                self._feeder.stepped = False
+                self._flush()
             if now >= self._next_look:
                 self._next_look = now + LOOK_INTERVAL
                 self._intake.suspended = self._registration.suspended()
@@ -250,8 +248,8 @@ class Worker:
             if (error := job.overdue(now)) is not None:
                 self._fail(job, error)
 
-    def _flush(self, *, check: bool = True) -> None:
-        if self._ledger.flush(check=check):
+    def _flush(self) -> None:
+        if self._ledger.flush():
             self._intake.ring()
         ended, self._ledger.follow_ups = self._ledger.follow_ups, []
         for queue, job_id in ended:
