@@ -12,11 +12,25 @@
 namespace batonq::BATONQ_ISA {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLog2E = 1.44269504f;
+
+// What one multiplication takes of a row: a pair of bf16, or one float.
+template <typename T>
+constexpr int kStep = sizeof(T) == sizeof(bf16) ? 2 : 1;
+inline Pairs load_steps(const bf16* p) { return load_pairs(p); }
+inline V load_steps(const float* p) { return load(p); }
+inline Pairs splat_step(const bf16* p) { return splat_pair(p); }
+inline V splat_step(const float* p) { return splat(*p); }
+inline V multiply_steps(Pairs a, Pairs b, V sum) { return multiply_pairs(a, b, sum); }
+inline V multiply_steps(V a, V b, V sum) { return fma(a, b, sum); }
+// Of steps whose second half may be missing, and then anything, NaN included: it is masked.
+inline Pairs load_held(const bf16* p, bool whole) { return whole ? load_pairs(p) : load_firsts(p); }
+inline V load_held(const float* p, bool) { return load(p); }
 
 // e^x, for x up to 88, to about 1 ulp; 0 below -87.3. Cody-Waite reduction and a polynomial of degree 6 (as in Cephes).
 inline V exponential(V x) {
   const V bounded = max(x, splat(-104.0f));
-  const V n = nearest(mul(bounded, splat(1.44269504f)));
+  const V n = nearest(mul(bounded, splat(kLog2E)));
   V r = fnma(n, splat(0.693359375f), bounded);
   r = fnma(n, splat(-2.12194440e-4f), r);
   V p = splat(1.9875691500e-4f);
@@ -41,28 +55,15 @@ struct Ahead {
   int64_t stride;
 };
 
-template <int R, int J>
-inline void accumulate(V (&c)[R][J], const bf16* x, int64_t stride, const bf16* w, int64_t depth, Ahead ahead) {
-  for (int64_t k = 0; k < depth; k += 2, w += 2 * kPanel, ahead.at += ahead.stride) {
-    Pairs b[J];
-    for (int j = 0; j < J; ++j) b[j] = load_pairs(w + 2 * kLanes * j);
+template <int R, int J, typename T>
+inline void accumulate(V (&c)[R][J], const T* x, int64_t stride, const T* w, int64_t depth, Ahead ahead) {
+  for (int64_t k = 0; k < depth; k += kStep<T>, w += kStep<T> * kPanel, ahead.at += ahead.stride) {
+    decltype(load_steps(w)) b[J];
+    for (int j = 0; j < J; ++j) b[j] = load_steps(w + kStep<T> * kLanes * j);
     fetch(ahead.at);
     for (int r = 0; r < R; ++r) {
-      const Pairs a = splat_pair(x + r * stride + k);
-      for (int j = 0; j < J; ++j) c[r][j] = multiply_pairs(a, b[j], c[r][j]);
-    }
-  }
-}
-
-template <int R, int J>
-inline void accumulate(V (&c)[R][J], const float* x, int64_t stride, const float* w, int64_t depth, Ahead ahead) {
-  for (int64_t k = 0; k < depth; ++k, w += kPanel, ahead.at += ahead.stride) {
-    V b[J];
-    for (int j = 0; j < J; ++j) b[j] = load(w + kLanes * j);
-    fetch(ahead.at);
-    for (int r = 0; r < R; ++r) {
-      const V a = splat(x[r * stride + k]);
-      for (int j = 0; j < J; ++j) c[r][j] = fma(a, b[j], c[r][j]);
+      const auto a = splat_step(x + r * stride + k);
+      for (int j = 0; j < J; ++j) c[r][j] = multiply_steps(a, b[j], c[r][j]);
     }
   }
 }
@@ -73,26 +74,17 @@ inline V biased(const Product& p, V sum, int64_t column, int64_t count) {
 
 // Where a tile's sums go: sink(r, j, sum) for row r and vector j of the tile.
 
-template <typename Out>
-struct Stored {
-  const Product& p;
-  int64_t row, column;
-  void operator()(int r, int j, V sum) const {
-    const int64_t at = column + kLanes * j, count = p.columns - at;
-    if (count > 0) store(p.out.row<Out>(row + r) + at, biased(p, sum, at, count), count);
-  }
-};
-
-template <typename Out>
-struct Added {
+template <typename Out, bool kAdds>
+struct Written {
   const Product& p;
   int64_t row, column;
   void operator()(int r, int j, V sum) const {
     const int64_t at = column + kLanes * j, count = p.columns - at;
     if (count <= 0) return;
     Out* out = p.out.row<Out>(row + r) + at;
-    const V value = biased(p, sum, at, count);
-    store(out, add(load(out, count), sizeof(Out) == sizeof(bf16) ? rounded(value) : value), count);
+    V value = biased(p, sum, at, count);
+    if constexpr (kAdds) value = add(load(out, count), sizeof(Out) == sizeof(bf16) ? rounded(value) : value);
+    store(out, value, count);
   }
 };
 
@@ -145,20 +137,19 @@ inline Ahead part_of(const In* next, const Product& p, int64_t row, int64_t begi
 }
 
 // Rows [begin, end) through J vectors of columns.
-template <int J, typename In, template <typename> typename Sink, typename Out>
+template <int J, typename In, typename Sink>
 void strip(const Product& p, const In* w, const In* next, int64_t column, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; row += kTileRows)
     tile_of<J, In>(std::min<int64_t>(kTileRows, end - row), p, w, row, part_of(next, p, row, begin, end),
-                   Sink<Out>{p, row, column});
+                   Sink{p, row, column});
 }
 
 template <typename In>
 inline const In* weights_at(const Product& p, int64_t column) {
-  constexpr int pair = sizeof(In) == sizeof(bf16) ? 2 : 1;
-  return static_cast<const In*>(p.packed) + column / kPanel * kPanel * p.depth + column % kPanel * pair;
+  return static_cast<const In*>(p.packed) + column / kPanel * kPanel * p.depth + column % kPanel * kStep<In>;
 }
 
-template <typename In, template <typename> typename Sink, typename Out>
+template <typename In, typename Sink>
 void multiply(const Product& p, int64_t first, int64_t last, int64_t begin, int64_t end) {
   constexpr int wide = kTileVectors * kLanes, narrow = std::min(wide, kColumnGrain);
   for (int64_t rows = begin; rows < end; rows += kRowChunk) {
@@ -168,9 +159,9 @@ void multiply(const Product& p, int64_t first, int64_t last, int64_t begin, int6
       const int64_t next = column + (whole ? wide : narrow);
       const In *w = weights_at<In>(p, column), *ahead = weights_at<In>(p, next);
       if (whole) {
-        strip<wide / kLanes, In, Sink, Out>(p, w, ahead, column, rows, to);
+        strip<wide / kLanes, In, Sink>(p, w, ahead, column, rows, to);
       } else {
-        strip<narrow / kLanes, In, Sink, Out>(p, w, ahead, column, rows, to);
+        strip<narrow / kLanes, In, Sink>(p, w, ahead, column, rows, to);
       }
       column = next;
     }
@@ -204,9 +195,9 @@ void multiply_gated(const Product& p, int64_t first, int64_t last, int64_t begin
 
 template <typename In, typename Out>
 void product_of(const Product& p, int64_t first, int64_t last, int64_t begin, int64_t end) {
-  if (p.into == Into::kStore) return multiply<In, Stored, Out>(p, first, last, begin, end);
+  if (p.into == Into::kStore) return multiply<In, Written<Out, false>>(p, first, last, begin, end);
   if constexpr (sizeof(In) == sizeof(Out)) {
-    if (p.into == Into::kAdd) return multiply<In, Added, Out>(p, first, last, begin, end);
+    if (p.into == Into::kAdd) return multiply<In, Written<Out, true>>(p, first, last, begin, end);
     return multiply_gated<In>(p, first, last, begin, end);
   }
 }
@@ -272,7 +263,6 @@ void rotate(T* head, const float* cos, const float* sin, int64_t half) {
 
 constexpr int kChunkBlocks = 8, kChunk = kChunkBlocks * kBlock;
 constexpr int kBlockVectors = kBlock / kLanes;
-constexpr float kLog2E = 1.44269504f;
 constexpr int kScoreVectors = kTileVectors < kBlockVectors ? kTileVectors : kBlockVectors;
 
 // A chunk's blocks. While one is read, what is read next is fetched: the next block of keys, the first of values, the next
@@ -301,40 +291,20 @@ inline V power_of_two(V x) {
 }
 
 // Scores of R rows with J vectors of keys, `ahead` being what is fetched meanwhile.
-template <int R, int J>
-inline void scores(const bf16* const* q, const bf16* keys, const bf16* ahead, int head_dim, float (*out)[kChunk]) {
+template <int R, int J, typename T>
+inline void scores(const T* const* q, const T* keys, const T* ahead, int head_dim, float (*out)[kChunk]) {
   V c[R][J];
   for (auto& of_row : c)
     for (V& sum : of_row) sum = zero();
-  for (int d = 0; d < head_dim; d += 2) {
-    Pairs k[J];
+  for (int d = 0; d < head_dim; d += kStep<T>) {
+    decltype(load_steps(keys)) k[J];
     for (int j = 0; j < J; ++j) {
-      k[j] = load_pairs(keys + (j * head_dim + d) * kLanes);
+      k[j] = load_steps(keys + (j * head_dim + d) * kLanes);
       fetch(ahead + (j * head_dim + d) * kLanes);
     }
     for (int r = 0; r < R; ++r) {
-      const Pairs a = splat_pair(q[r] + d);
-      for (int j = 0; j < J; ++j) c[r][j] = multiply_pairs(a, k[j], c[r][j]);
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int j = 0; j < J; ++j) store(out[r] + kLanes * j, c[r][j]);
-}
-
-template <int R, int J>
-inline void scores(const float* const* q, const float* keys, const float* ahead, int head_dim, float (*out)[kChunk]) {
-  V c[R][J];
-  for (auto& of_row : c)
-    for (V& sum : of_row) sum = zero();
-  for (int d = 0; d < head_dim; ++d) {
-    V k[J];
-    for (int j = 0; j < J; ++j) {
-      k[j] = load(keys + (j * head_dim + d) * kLanes);
-      fetch(ahead + (j * head_dim + d) * kLanes);
-    }
-    for (int r = 0; r < R; ++r) {
-      const V a = splat(q[r][d]);
-      for (int j = 0; j < J; ++j) c[r][j] = fma(a, k[j], c[r][j]);
+      const auto a = splat_step(q[r] + d);
+      for (int j = 0; j < J; ++j) c[r][j] = multiply_steps(a, k[j], c[r][j]);
     }
   }
   for (int r = 0; r < R; ++r)
@@ -348,48 +318,23 @@ struct Part {
 };
 
 // sums = sums · factor + weights · values, for 16 · J columns of R rows.
-template <int R, int J>
-inline void mix(float (*sums)[kMaxHeadDim], const float* factor, const bf16 (*weights)[kChunk],
-                const Chunk<bf16>& chunk, const Part& part) {
+template <int R, int J, typename T>
+inline void mix(float (*sums)[kMaxHeadDim], const float* factor, const T (*weights)[kChunk], const Chunk<T>& chunk,
+                const Part& part) {
   V c[R][J];
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < J; ++j) c[r][j] = mul(load(sums[r] + part.column + kLanes * j), splat(factor[r]));
-  for (int token = part.from; token < part.to; token += 2) {
+  for (int token = part.from; token < part.to; token += kStep<T>) {
     const int block = token / kBlock;
-    const int64_t at = part.offset + token % kBlock * part.head_dim + part.column * 2;
-    Pairs v[J];
+    const int64_t at = part.offset + token % kBlock * part.head_dim + part.column * kStep<T>;
+    decltype(load_steps(chunk.values[block])) v[J];
     for (int j = 0; j < J; ++j) {
-      const bf16* pair = chunk.values[block] + at + kLanes * j * 2;
-      // A second token that doesn't exist may be anything, NaN included: it is masked.
-      v[j] = token + 1 < part.to ? load_pairs(pair) : load_firsts(pair);
-      fetch(chunk.values[block + 1] + at + kLanes * j * 2);
+      v[j] = load_held(chunk.values[block] + at + kLanes * j * kStep<T>, token + kStep<T> <= part.to);
+      fetch(chunk.values[block + 1] + at + kLanes * j * kStep<T>);
     }
     for (int r = 0; r < R; ++r) {
-      const Pairs a = splat_pair(weights[r] + token);
-      for (int j = 0; j < J; ++j) c[r][j] = multiply_pairs(a, v[j], c[r][j]);
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int j = 0; j < J; ++j) store(sums[r] + part.column + kLanes * j, c[r][j]);
-}
-
-template <int R, int J>
-inline void mix(float (*sums)[kMaxHeadDim], const float* factor, const float (*weights)[kChunk],
-                const Chunk<float>& chunk, const Part& part) {
-  V c[R][J];
-  for (int r = 0; r < R; ++r)
-    for (int j = 0; j < J; ++j) c[r][j] = mul(load(sums[r] + part.column + kLanes * j), splat(factor[r]));
-  for (int token = part.from; token < part.to; ++token) {
-    const int block = token / kBlock;
-    const int64_t at = part.offset + token % kBlock * part.head_dim + part.column;
-    V v[J];
-    for (int j = 0; j < J; ++j) {
-      v[j] = load(chunk.values[block] + at + kLanes * j);
-      fetch(chunk.values[block + 1] + at + kLanes * j);
-    }
-    for (int r = 0; r < R; ++r) {
-      const V a = splat(weights[r][token]);
-      for (int j = 0; j < J; ++j) c[r][j] = fma(a, v[j], c[r][j]);
+      const auto a = splat_step(weights[r] + token);
+      for (int j = 0; j < J; ++j) c[r][j] = multiply_steps(a, v[j], c[r][j]);
     }
   }
   for (int r = 0; r < R; ++r)

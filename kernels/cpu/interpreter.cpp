@@ -120,7 +120,7 @@ class Interpreter {
     weights_.resize(weights);
     for (; at < words + count; at += 1 + at[0]) ops_.emplace_back(at + 1, at + 1 + at[0]);
     for (const auto& op : ops_)
-      if (op[0] == kAttention) group_ = op[4] / kv_heads_;
+      if (op[0] == kAttention) group_ = std::max(group_, op[4] / kv_heads_);
     next_ = std::vector<std::atomic<int64_t>>(ops_.size());
   }
 
@@ -190,9 +190,8 @@ class Interpreter {
   struct Share {
     int64_t begin, end;
   };
-  Share share(int64_t count, int rank, int64_t grain = 1) const {
-    const int64_t units = (count + grain - 1) / grain, size = team_.size();
-    return {std::min(count, units * rank / size * grain), std::min(count, units * (rank + 1) / size * grain)};
+  Share share(int64_t count, int rank) const {
+    return {count * rank / team_.size(), count * (rank + 1) / team_.size()};
   }
 
   void step(size_t index, int rank) {
@@ -287,7 +286,7 @@ class Interpreter {
                              floats(op[3]) + position * half, half);
       if (position < batch_->store_from[sequence_of_[t]]) continue;
       for (int h = 0; h < kv_heads_; ++h) {
-        const int64_t base = base_of(layer, t, h);
+        const int64_t base = offset_of(layer, t, h);
         const char* k = at(qkv, t, static_cast<int64_t>(q_heads + h) * head_dim_);
         const char* v = at(qkv, t, static_cast<int64_t>(q_heads + kv_heads_ + h) * head_dim_);
         if (dtype_ == DType::kBFloat16) {
@@ -299,11 +298,13 @@ class Interpreter {
     }
   }
 
-  // Offset of a token's block of keys, or of values, for one head.
-  int64_t base_of(int layer, int64_t t, int head) const {
-    const int64_t position = batch_->positions[t];
-    const int64_t block = batch_->block_tables[sequence_of_[t] * batch_->table_width + position / kBlock];
-    return layer * layer_bytes_ + block * block_bytes_ + static_cast<int64_t>(head) * kBlock * head_dim_ * item_size(dtype_);
+  // Offset of a block of keys, or of values, for one head.
+  int64_t offset_of(int layer, int64_t sequence, int64_t position, int head) const {
+    const int64_t block = batch_->block_tables[sequence * batch_->table_width + position / kBlock];
+    return layer * layer_bytes_ + block * block_bytes_ + block_bytes_ / kv_heads_ * head;
+  }
+  int64_t offset_of(int layer, int64_t token, int head) const {
+    return offset_of(layer, sequence_of_[token], batch_->positions[token], head);
   }
 
   // Asks for the lines that the token's key and value will be stored in: one for each pair of columns.
@@ -311,7 +312,7 @@ class Interpreter {
     const int64_t slot = batch_->positions[t] % kBlock, line = 64;
     const int64_t half = head_dim_ * 16 * item_size(dtype_), row = 2 * head_dim_ * item_size(dtype_);
     for (int h = 0; h < kv_heads_; ++h) {
-      const int64_t base = base_of(layer, t, h);
+      const int64_t base = offset_of(layer, t, h);
       const char *keys = keys_.data() + base + slot / 16 * half, *values = values_.data() + base + slot / 2 * row;
       for (int64_t at = 0; at < half; at += line) __builtin_prefetch(keys + at, 1);
       for (int64_t at = 0; at < row; at += line) __builtin_prefetch(values + at, 1);
@@ -370,16 +371,10 @@ class Interpreter {
       job.first = jobs_[j].first, job.count = jobs_[j].count;
       job.kv_head = jobs_[j].head, job.heads = jobs_[j].heads;
       job.block_table = batch_->block_tables + jobs_[j].sequence * batch_->table_width;
-      job.ahead = keys_.data() + first_keys(layer, jobs_[std::min(j + team_.size(), count - 1)]);
+      const Job& next = jobs_[std::min(j + team_.size(), count - 1)];
+      job.ahead = keys_.data() + offset_of(layer, next.sequence, 0, next.head);
       rows_for(job.qkv).attend(job);
     }
-  }
-
-  // Offset of the keys that a job begins with.
-  int64_t first_keys(int layer, const Job& job) const {
-    const int64_t block = batch_->block_tables[job.sequence * batch_->table_width];
-    return layer * layer_bytes_ + block * block_bytes_ +
-           static_cast<int64_t>(job.head) * kBlock * head_dim_ * static_cast<int64_t>(item_size(dtype_));
   }
 
   void activation_mul(const int32_t* op, int rank) {
@@ -418,7 +413,7 @@ class Interpreter {
   Memory keys_, values_;
   const BatchView* batch_ = nullptr;
   std::vector<int64_t> sequence_of_;
-  int group_ = 1;  // query heads of a KV head
+  int group_ = 1;  // query heads of a KV head, at most
   std::vector<Job> jobs_;
   std::vector<std::atomic<int64_t>> next_;  // of each op, what nobody has taken yet
   bool profiling_ = false;

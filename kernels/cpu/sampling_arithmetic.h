@@ -17,10 +17,10 @@ inline float largest(const Row& row, float* maxima) {
     const F a = load(p), b = load(p + 16), c = load(p + 32), d = load(p + 48);
     nan |= any_nan(a, b) | any_nan(c, d);
     const F here = max(max(a, b), max(c, d));
-    maxima[i] = largest_lane(here);
+    maxima[i] = largest(here);
     top = max(top, here);
   }
-  return nan ? std::numeric_limits<float>::quiet_NaN() : largest_lane(top);
+  return nan ? std::numeric_limits<float>::quiet_NaN() : largest(top);
 }
 
 // exp(z) for z ≤ 0 to 2⁻²² or so; below -80 it gives exp(-80).
@@ -30,7 +30,7 @@ inline F rough_exp(F z) {
   const F r = fma(n, splat(-0.693147181f), z);
   F p = splat(1.0f / 720);
   for (const float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, splat(c));
-  return scale(p, n);
+  return scale_normal(p, n);
 }
 
 inline double sum_of_lanes(D a) {

@@ -1,15 +1,11 @@
 // The vectors of sampling_simd_avx512.h as two AVX2 registers each.
 #pragma once
 
-#include <immintrin.h>
-
-#include <cstdint>
+#include "simd_avx2.h"
 
 namespace batonq::BATONQ_ISA {
 
-struct F {
-  __m256 lo, hi;
-};
+using F = V;
 struct D {
   __m256d lo, hi;
 };
@@ -17,36 +13,16 @@ struct W {
   __m256i lo, hi;
 };
 
-inline F splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-inline void store(float* p, F a) {
-  _mm256_storeu_ps(p, a.lo);
-  _mm256_storeu_ps(p + 8, a.hi);
-}
-inline F sub(F a, F b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
-inline F mul(F a, F b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
-inline F add(F a, F b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
-inline F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
-inline F max(F a, F b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
-inline F min(F a, F b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
-inline __m256 nearest(__m256 a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline F nearest(F a) { return {nearest(a.lo), nearest(a.hi)}; }
-inline __m256 scale(__m256 p, __m256 n) {
+inline __m256 scale_normal(__m256 p, __m256 n) {
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
 }
-inline F scale(F p, F n) { return {scale(p.lo, n.lo), scale(p.hi, n.hi)}; }
+inline F scale_normal(F p, F n) { return {scale_normal(p.lo, n.lo), scale_normal(p.hi, n.hi)}; }
 inline void store_whole(uint32_t* p, F a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_cvttps_epi32(a.lo));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), _mm256_cvttps_epi32(a.hi));
 }
 inline __m256 or_zero(__m256 a, __m256 least) { return _mm256_and_ps(a, _mm256_cmp_ps(a, least, _CMP_GE_OQ)); }
 inline F or_zero(F a, F least) { return {or_zero(a.lo, least.lo), or_zero(a.hi, least.hi)}; }
-inline float largest_lane(F a) {
-  const __m256 b = _mm256_max_ps(a.lo, a.hi);
-  __m128 c = _mm_max_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
-  c = _mm_max_ps(c, _mm_movehl_ps(c, c));
-  return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
-}
 template <int kComparison>
 inline uint32_t compare(F a, F b) {
   const int lo = _mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, kComparison));

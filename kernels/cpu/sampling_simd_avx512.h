@@ -1,35 +1,22 @@
 // The vectors that `sampling_arithmetic.h` computes with, in AVX-512: sixteen floats, eight doubles, eight 64-bit words.
 #pragma once
 
-#include <immintrin.h>
-
-#include <cstdint>
+#include "simd_avx512.h"
 
 namespace batonq::BATONQ_ISA {
 
-using F = __m512;
+using F = V;
 using D = __m512d;
 using W = __m512i;
 
-inline F splat(float x) { return _mm512_set1_ps(x); }
-inline F load(const float* p) { return _mm512_loadu_ps(p); }
-inline void store(float* p, F a) { _mm512_storeu_ps(p, a); }
-inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
-inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
-inline F add(F a, F b) { return _mm512_add_ps(a, b); }
-inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-inline F max(F a, F b) { return _mm512_max_ps(a, b); }
-inline F min(F a, F b) { return _mm512_min_ps(a, b); }
-inline F nearest(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // p · 2ⁿ for whole n that leave it a normal number.
-inline F scale(F p, F n) {
+inline F scale_normal(F p, F n) {
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23)));
 }
 // The whole parts.
 inline void store_whole(uint32_t* p, F a) { _mm512_storeu_si512(p, _mm512_cvttps_epi32(a)); }
 // The lanes that are at least `least`, else 0.
 inline F or_zero(F a, F least) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, least, _CMP_GE_OQ), a); }
-inline float largest_lane(F a) { return _mm512_reduce_max_ps(a); }
 // A bit for each lane.
 inline uint32_t at_least(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 inline uint32_t above(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
