@@ -23,14 +23,13 @@ from batonq.engine.models import LoadedModel, ModelSource, load_model, resolve_m
 from batonq.engine.sampling_params import SamplingParams
 from batonq.kernels.cpu_backend import CpuBackend
 from batonq.kernels.cpu_library import ISA_VARIABLE
-from batonq.kernels.errors import BackendUnavailable
 from batonq.kernels.packed import PackedWeights
 from tests.support import tiny_models
 from tests.support.bits import SameBits, alone, differences, together
+from tests.support.isas import ISAS, skip_without
 from tests.support.tiny_models import DTypeName
 
 SMOLLM2 = "smollm2-135m"
-ISAS = ("avx512bf16", "avx512", "avx2")
 DTYPES: tuple[DTypeName, ...] = ("float32", "bfloat16")
 #: Of which models the bits are compared; windows and lengths reach over the kernels' chunk of 256 keys.
 VARIANTS = ("long", "long-windows", "gqa3-untied", "qwen3-biases")
@@ -72,21 +71,21 @@ def loaded(source: ModelSource, dtype: DTypeName) -> tuple[LoadedModel, PackedWe
 
 def backend(source: ModelSource, case: Case, num_blocks: int, threads: int) -> CpuBackend:
     model, weights = loaded(source, case.dtype)
-    try:
-        return CpuBackend(model.program, weights, num_blocks, threads, case.isa)
-    except BackendUnavailable as error:
-        pytest.skip(str(error))
+    return CpuBackend(model.program, weights, num_blocks, threads, case.isa)
 
 
-def compare(source: ModelSource, case: Case, lengths: list[int], vocabulary: int, most_tokens: int) -> None:
-    """Runs sequences of these lengths alone and together, and compares the bits of all their logits."""
+def differences_in_a_crowd(
+    source: ModelSource, case: Case, lengths: list[int], vocabulary: int, most_tokens: int
+) -> list[tuple[int, int]]:
+    """Runs sequences of these lengths alone and together; where the bits of their logits differ."""
+    skip_without(case.isa)
     chance = random.Random(str(case))
     sequences = [chance.choices(range(3, vocabulary), k=length) for length in lengths]
     num_blocks = sum(-(-length // 32) for length in lengths) + 3
     single = backend(source, case, -(-max(lengths) // 32), 1)
     expected = [alone(single, tokens) for tokens in sequences]
     crowd = backend(source, case, num_blocks, case.threads)
-    assert differences(together(crowd, sequences, chance, num_blocks, most_tokens), expected) == []
+    return differences(together(crowd, sequences, chance, num_blocks, most_tokens), expected)
 
 
 def tiny_whole() -> list[Case]:
@@ -113,7 +112,8 @@ def test_tiny_models_in_a_crowd(directories: dict[str, Path], case: Case) -> Non
     longest = 600 if case.model.startswith("long") else 250
     # A few that are long, as the most that there is of anything is a matter of one context.
     lengths = [chance.randint(1, longest if i < 3 else 90) for i in range(case.crowd)]
-    compare(ModelSource("tiny", directories[case.model]), case, lengths, 131, 1000)
+    source = ModelSource("tiny", directories[case.model])
+    assert differences_in_a_crowd(source, case, lengths, 131, 1000) == []
 
 
 @cases(
@@ -128,7 +128,7 @@ def test_smollm2_in_a_crowd(case: Case) -> None:
     """At most 300 tokens a step, whose logits take 60 MB."""
     chance = random.Random(f"lengths of {case}")
     lengths = [290 if case.crowd < 100 else 60, *(chance.randint(1, 60) for _ in range(case.crowd - 1))]
-    compare(resolve_model(SMOLLM2), case, lengths, 49_152, 300)
+    assert differences_in_a_crowd(resolve_model(SMOLLM2), case, lengths, 49_152, 300) == []
 
 
 def run(engine: TinyEngine, prompts: list[list[int]], new_tokens: int, preempt: float) -> list[list[int]]:
@@ -166,21 +166,19 @@ def prompts_with_shared_beginnings(count: int, longest: int, vocabulary: int) ->
 def engine_for(model: str, case: Case, directories: dict[str, Path], seen: dict[tuple[int, ...], bytes]) -> TinyEngine:
     """An engine whose logits are held to what was `seen`."""
     crowd = {"max_num_seqs": case.crowd, "num_threads": case.threads}
-    try:
-        if model == SMOLLM2:
-            config = EngineConfig(kv_cache_memory_bytes=1 << 28, max_num_batched_tokens=170, **crowd)
-            engine, _ = load_engine(EngineOptions(model, dtype=case.dtype, config=config).to_dict())
-        else:
-            crowd["max_num_batched_tokens"] = 67 + case.crowd
-            engine = tiny_models.engine(directories[model], 400, case.dtype, **crowd)
-    except BackendUnavailable as error:
-        pytest.skip(str(error))
+    if model == SMOLLM2:
+        config = EngineConfig(kv_cache_memory_bytes=1 << 28, max_num_batched_tokens=170, **crowd)
+        engine, _ = load_engine(EngineOptions(model, dtype=case.dtype, config=config).to_dict())
+    else:
+        crowd["max_num_batched_tokens"] = 67 + case.crowd
+        engine = tiny_models.engine(directories[model], 400, case.dtype, **crowd)
     engine.runner = SameBits(engine.runner, seen)
     return engine
 
 
 def check_engine(case: Case, directories: dict[str, Path], sizes: tuple[int, int, int, int]) -> None:
     """`sizes`: prompts, their longest, new tokens, and the vocabulary."""
+    skip_without(case.isa)
     count, longest, new_tokens, vocabulary = sizes
     seen: dict[tuple[int, ...], bytes] = {}
     prompts = prompts_with_shared_beginnings(count, longest, vocabulary)

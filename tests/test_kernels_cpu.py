@@ -35,8 +35,8 @@ from batonq.kernels.program import (
 from batonq.kernels.reference import ReferenceBackend
 from tests.support import bits
 from tests.support.batches import Piece, blocks_of, forward, make_batch
+from tests.support.isas import ISAS, skip_without
 
-ISAS = ("avx512bf16", "avx512", "avx2")
 NUM_BLOCKS = 64
 MAX_POSITIONS = 160
 
@@ -91,10 +91,7 @@ def weights(built: Program) -> dict[str, torch.Tensor]:
 @pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> str:
     name: str = request.param
-    try:
-        compiled_probe(DType.FLOAT32, name)
-    except BackendUnavailable as error:
-        pytest.skip(str(error))
+    skip_without(name)
     return name
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from batonq.kernels.cpu_backend import CpuBackend
-from batonq.kernels.errors import BackendUnavailable
 from batonq.kernels.fusion import fuse
 from batonq.kernels.packed import PackedWeights
 from batonq.kernels.program import (
@@ -27,6 +26,7 @@ from batonq.kernels.program import (
     SelectRows,
 )
 from tests.support.batches import Piece, make_batch
+from tests.support.isas import ISAS, skip_without
 
 VOCAB, WIDTH = 70, 45
 
@@ -57,10 +57,7 @@ def mlp(dtype: DType, units: int, *, bias: bool, read_on: bool) -> Program:
 def logits(program: Program, isa: str, rows: int) -> np.ndarray:
     chance = np.random.default_rng(3)
     tensors = {w.name: chance.standard_normal(w.shape, np.float32) * 0.3 for w in program.weights}
-    try:
-        backend = CpuBackend(program, PackedWeights.pack(program, tensors.get), 4, 2, isa)
-    except BackendUnavailable as error:
-        pytest.skip(str(error))
+    backend = CpuBackend(program, PackedWeights.pack(program, tensors.get), 4, 2, isa)
     tokens = [int(token) for token in chance.integers(0, VOCAB, rows)]
     return backend.forward(make_batch([Piece(tokens, 0, rows, [0, 1])])).copy()
 
@@ -92,11 +89,12 @@ def test_a_product_is_not_added_to_its_own_input() -> None:
     assert fuse(onto_itself) == onto_itself
 
 
-@pytest.mark.parametrize("isa", ["avx512bf16", "avx512", "avx2"])
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", list(DType))
 @pytest.mark.parametrize(("units", "bias"), [(32, False), (51, True), (16, True), (97, False)])
 @pytest.mark.parametrize("rows", [1, 7, 50])
 def test_fused_ops_have_the_bits_of_the_two(isa: str, dtype: DType, units: int, bias: bool, rows: int) -> None:
+    skip_without(isa)
     fused, apart = (logits(mlp(dtype, units, bias=bias, read_on=read_on), isa, rows) for read_on in (False, True))
     assert np.isfinite(fused).all()
     assert np.array_equal(fused.view(np.uint32), apart.view(np.uint32))
