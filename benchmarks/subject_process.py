@@ -136,15 +136,9 @@ def openvino(options: Options) -> Iterator[Loaded]:
     yield Loaded(run, _nothing_to_reset)
 
 
-@contextmanager
-def transformers(options: Options) -> Iterator[Loaded]:
-    os.environ["OMP_NUM_THREADS"] = str(options["threads"])
+def padded_batches(model: Any) -> Callable[[Rows], int]:
+    """A transformers model's `generate` as it is used offline: batches by output length, padded on the left."""
     import torch  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-
-    torch.set_num_threads(options["threads"])
-    suffix = {"bfloat16": "bf16", "float32": "fp32"}[options["dtype"]]
-    model = AutoModelForCausalLM.from_pretrained(f"{options['models']}/smollm2-135m-{suffix}", dtype="auto").eval()
 
     def batch(rows: Rows) -> None:
         width, new = max(len(row["prompt_ids"]) for row in rows), max(row["max_tokens"] for row in rows)
@@ -163,7 +157,20 @@ def transformers(options: Options) -> Iterator[Loaded]:
                 batch(ordered[start : start + _BATCH])
         return sum(row["max_tokens"] for row in rows)  # what a padded row makes beyond that is thrown away
 
-    yield Loaded(run, _nothing_to_reset)
+    return run
+
+
+@contextmanager
+def transformers(options: Options) -> Iterator[Loaded]:
+    os.environ["OMP_NUM_THREADS"] = str(options["threads"])
+    import torch  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    torch.set_num_threads(options["threads"])
+    suffix = {"bfloat16": "bf16", "float32": "fp32"}[options["dtype"]]
+    model = AutoModelForCausalLM.from_pretrained(f"{options['models']}/smollm2-135m-{suffix}", dtype="auto").eval()
+
+    yield Loaded(padded_batches(model), _nothing_to_reset)
 
 
 SUBJECTS = {

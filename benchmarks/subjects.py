@@ -21,12 +21,10 @@ from batonq.engine.engine import Engine
 from batonq.engine.sampling_params import SamplingParams
 from batonq.producer import Producer, PromptJob, keys
 from batonq.producer.embedded import EmbeddedServer
+from benchmarks.subject_process import padded_batches
 from benchmarks.workloads import Request
 
 MODEL = "smollm2-135m"
-
-#: Rows of a padded batch.
-BATCH = 64
 
 #: Runs the requests, and returns the seconds it took.
 Subject = Callable[[list[Request]], float]
@@ -125,23 +123,15 @@ def fleet(*options: str) -> Iterator[Fleet]:
 
 
 def transformers_padded(directory: Path, dtype: str) -> Subject:
-    """Batches of 64, sorted by output length, padded on the left: `generate` as it is used offline, greedy."""
+    """Padded batches, as `peers.py` runs them."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
+    generate = padded_batches(AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval())
 
     def run(requests: list[Request]) -> float:
         begin = time.perf_counter()
-        ordered = sorted(requests, key=lambda r: r.max_tokens)
-        for start in range(0, len(ordered), BATCH):
-            part = ordered[start : start + BATCH]
-            width, new = max(len(r.prompt_ids) for r in part), max(r.max_tokens for r in part)
-            ids = torch.tensor([[2] * (width - len(r.prompt_ids)) + r.prompt_ids for r in part])
-            mask = torch.tensor([[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in part])
-            model.generate(
-                ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=2
-            )
+        generate([vars(request) for request in requests])
         return time.perf_counter() - begin
 
     return run
