@@ -244,7 +244,7 @@ class Worker:
     def _end_overdue(self) -> None:
         """End the jobs whose time is over."""
         now = time.time()
-        for job in [job for job in self._ledger.jobs.values() if now >= job.due]:
+        for job in list(self._ledger.jobs.values()):
             if (error := job.overdue(now)) is not None:
                 self._fail(job, error)
 
