@@ -7,7 +7,7 @@ products. What moves activations only counts as free. An op whose bytes a cache 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Cost:
 def cost(op: Op, program: Program, batch: Batch) -> Cost:
     """What an op must read and compute for a batch."""
     if isinstance(op, Attention):
-        return _attention_cost(op, program, batch)
+        return _attention_cost(op, program, batch.of_logits() if _of_logits(op, program) else batch)
     if isinstance(op, Embed) or not hasattr(op, "weight") or not hasattr(op, "out"):
         return Cost()
     weight = program.weights[op.weight]
@@ -44,7 +44,13 @@ def cost(op: Op, program: Program, batch: Batch) -> Cost:
     return Cost(size * weight.dtype.itemsize if rows else 0, 2 * rows * size)
 
 
+def _of_logits(op: Attention, program: Program) -> bool:
+    return program.buffers[op.out].rows is Rows.LOGITS
+
+
 def _attention_cost(op: Attention, program: Program, batch: Batch) -> Cost:
+    if len(batch.token_ids) == 0:
+        return Cost()
     cache = program.kv_cache
     seen = batch.positions + 1
     first = batch.positions[batch.query_start[:-1]] + 1
@@ -67,8 +73,11 @@ def floor(total: Cost, program: Program, ceilings: Ceilings) -> float:
 
 def step_floor(program: Program, batch: Batch, ceilings: Ceilings) -> float:
     """Seconds that a batch takes at least."""
-    attention = {op.window: cost(op, program, batch) for op in program.ops if isinstance(op, Attention)}
-    costs = (attention[op.window] if isinstance(op, Attention) else cost(op, program, batch) for op in program.ops)
+    alike = {replace(op, layer=0): op for op in program.ops if isinstance(op, Attention)}
+    attention = {key: cost(op, program, batch) for key, op in alike.items()}
+    costs = (
+        attention[replace(op, layer=0)] if isinstance(op, Attention) else cost(op, program, batch) for op in program.ops
+    )
     return sum(floor(each, program, ceilings) for each in costs)
 
 

@@ -13,7 +13,7 @@ Sequence 1 is *query-only*: the block of its token f already holds that token's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -50,3 +50,19 @@ class Batch:
         assert self.store_from.shape == (sequences,)
         assert self.token_ids.shape == self.positions.shape == (int(self.query_start[-1]),)
         assert self.block_tables.shape[:1] == (sequences,)
+
+    def of_logits(self) -> Batch:
+        """The rows whose logits are wanted, in their order, each as a sequence of its own that stores nothing."""
+        rows = self.logits_rows
+        sequence = np.repeat(np.arange(len(self.context_len)), np.diff(self.query_start))[rows]
+        end = self.positions[rows] + 1
+        return replace(
+            self,
+            token_ids=self.token_ids[rows],
+            positions=self.positions[rows],
+            query_start=np.arange(len(rows) + 1, dtype=np.int32),
+            context_len=end,
+            store_from=end,
+            block_tables=self.block_tables[sequence],
+            logits_rows=np.arange(len(rows), dtype=np.int32),
+        )

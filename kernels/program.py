@@ -160,9 +160,10 @@ class RopeStore:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """out = softmax(scale · q·Kᵀ) · V over the blocks of `layer`, causal; out [T, q_heads · head_dim].
+    """out = softmax(scale · q·Kᵀ) · V over the blocks of `layer`, causal; out [T or L, q_heads · head_dim].
 
-    A token at position p sees positions 0 … p, or the last `window` of them if `window` is above 0.
+    A token at position p sees positions 0 … p, or the last `window` of them if `window` is above 0. Of `qkv`, which has
+    as many rows as `out`, only the queries are read: keys and values come from the blocks.
     """
 
     code: ClassVar[OpCode] = OpCode.ATTENTION

@@ -34,6 +34,7 @@ from batonq.kernels.program import (
     Program,
     RmsNorm,
     RopeStore,
+    Rows,
     SelectRows,
     Weight,
 )
@@ -56,8 +57,8 @@ class _Step:
     blocks: Tensor
     slots: Tensor
     logits_rows: Tensor
-    #: Attention tiles by window.
-    tiles: dict[int, list[attention.Tile]]
+    #: Attention tiles by the kind of rows and the window.
+    tiles: dict[tuple[Rows, int], list[attention.Tile]]
     buffers: list[Tensor]
 
 
@@ -128,7 +129,8 @@ class ReferenceBackend:
         sequence = torch.repeat_interleave(torch.from_numpy(batch.query_start).diff())
         stored = positions >= torch.from_numpy(batch.store_from).long()[sequence]
         blocks = torch.from_numpy(batch.block_tables).long()[sequence, positions // block_size]
-        windows = {op.window for op in self.program.ops if isinstance(op, Attention)}
+        work = {Rows.TOKENS: batch, Rows.LOGITS: batch.of_logits()}
+        reading = {self._reading(op) for op in self.program.ops if isinstance(op, Attention)}
         return _Step(
             token_ids=torch.from_numpy(batch.token_ids).long(),
             positions=positions,
@@ -136,7 +138,7 @@ class ReferenceBackend:
             blocks=blocks[stored],
             slots=positions[stored] % block_size,
             logits_rows=torch.from_numpy(batch.logits_rows).long(),
-            tiles={window: attention.plan(batch, block_size, window) for window in windows},
+            tiles={(rows, window): attention.plan(work[rows], block_size, window) for rows, window in reading},
             buffers=[torch.empty(0)] * len(self.program.buffers),
         )
 
@@ -165,11 +167,14 @@ class ReferenceBackend:
         self.keys[op.layer, step.blocks, :, step.slots] = stored[:, op.q_heads : op.q_heads + kv_heads]
         self.values[op.layer, step.blocks, :, step.slots] = stored[:, op.q_heads + kv_heads :]
 
+    def _reading(self, op: Attention) -> tuple[Rows, int]:
+        return self.program.buffers[op.out].rows, op.window
+
     def _attention(self, op: Attention, step: _Step) -> None:
         qkv = step.buffers[op.qkv]
         queries = self._heads(qkv)[:, : op.q_heads]
         out = qkv.new_empty((qkv.shape[0], op.q_heads, self.program.kv_cache.head_dim))
-        for tile in step.tiles[op.window]:
+        for tile in step.tiles[self._reading(op)]:
             mixed = attention.attend(tile, queries, self.keys[op.layer], self.values[op.layer], op.scale)
             out[tile.rows] = mixed.to(out.dtype)
         step.buffers[op.out] = out.flatten(1)
@@ -189,7 +194,8 @@ class ReferenceBackend:
 
     def _heads(self, qkv: Tensor) -> Tensor:
         """[T, width] → [T, heads, head_dim], a view."""
-        return qkv.view(qkv.shape[0], -1, self.program.kv_cache.head_dim)
+        head_dim = self.program.kv_cache.head_dim
+        return qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
 
 
 _RUN: dict[type[Op], Callable[[ReferenceBackend, Any, _Step], None]] = {

@@ -14,7 +14,7 @@ from batonq.kernels import probe
 from batonq.kernels.batch import Batch
 from batonq.kernels.cpu_backend import CpuBackend
 from batonq.kernels.packed import PackedWeights
-from batonq.kernels.program import Attention, DType, Linear, LinearAdd, LmHead
+from batonq.kernels.program import Attention, Buffer, DType, Linear, LinearAdd, LmHead, Rows
 from benchmarks.ceilings import Ceilings
 from benchmarks.floor import Cost, cost, step_floor
 from benchmarks.workloads import SHAPES, cold, from_row, generated, read_workload, write_workload
@@ -81,6 +81,16 @@ def test_attention_reads_a_shared_block_once_and_no_slot_that_is_empty() -> None
     windowed = cost(replace(op, window=4), PROGRAM, batch((39, 40, [1, 2]), (33, 35, [1, 3])))
     assert windowed.bytes_read == (2 + 4 + 3) * token_bytes
     assert windowed.operations == 4 * op.q_heads * cache.head_dim * (4 + 4 + 4)
+
+
+def test_attention_of_rows_with_logits_reads_what_those_see() -> None:
+    buffer, cache = len(PROGRAM.buffers), PROGRAM.kv_cache
+    op = next(op for op in PROGRAM.ops if isinstance(op, Attention))
+    of_logits = replace(PROGRAM, buffers=(*PROGRAM.buffers, Buffer("rows", Rows.LOGITS, 1, DType.BFLOAT16)))
+    work = replace(batch((0, 40, [1, 2]), (0, 35, [3, 4])), logits_rows=np.array([39], np.int32))
+    got = cost(replace(op, out=buffer), of_logits, work)
+    assert got == Cost(40 * 2 * cache.kv_heads * cache.head_dim * 2, 4 * op.q_heads * cache.head_dim * 40)
+    assert cost(replace(op, out=buffer), of_logits, replace(work, logits_rows=work.logits_rows[:0])) == Cost()
 
 
 def test_a_product_reads_its_matrix_once_and_computes_it_for_each_row() -> None:

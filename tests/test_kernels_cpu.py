@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,39 +43,47 @@ MAX_POSITIONS = 160
 
 
 def program(dtype: DType, *, head_dim: int = 32, kv_heads: int = 2, group: int = 3, window: int = 0) -> Program:
-    """Two layers with every op there is, and sizes that divide nothing: 37 columns, 51 units, 131 tokens, biases."""
+    """Two layers with every op there is, and sizes that divide nothing: 37 columns, 51 units, 131 tokens, biases.
+
+    From the second layer's attention on only the rows with logits are computed.
+    """
     b = ProgramBuilder()
     q_heads = kv_heads * group
     width, units, vocab = 37, 51, 131
     qkv_width = (q_heads + 2 * kv_heads) * head_dim
-    buffers = {"x": width, "normed": width, "qkv": qkv_width, "mixed": q_heads * head_dim, "gated": 2 * units}
-    buffers |= {"unit": units, "update": width}
-    x, normed, qkv, mixed, gated, unit, update = (b.buffer(name, columns, dtype) for name, columns in buffers.items())
-    chosen = b.buffer("chosen", width, dtype, Rows.LOGITS)
+    widths = {"x": width, "normed": width, "qkv": qkv_width, "mixed": q_heads * head_dim, "gated": 2 * units}
+    widths |= {"unit": units, "update": width}
+    tokens, chosen = (
+        {name: b.buffer(f"{rows.name} {name}", columns, dtype, rows) for name, columns in widths.items()}
+        for rows in (Rows.TOKENS, Rows.LOGITS)
+    )
     logits = b.buffer("logits", vocab, DType.FLOAT32, Rows.LOGITS)
     cos, sin = (b.weight(name, (MAX_POSITIONS, head_dim // 2), DType.FLOAT32) for name in ("cos", "sin"))
     embedding = b.weight("embedding", (vocab, width), dtype)
-    b.add(Embed(embedding, x))
-    for layer in range(2):
+    b.add(Embed(embedding, tokens["x"]))
+    for layer, rows in enumerate((tokens, chosen)):
 
         def matrix(name: str, rows: int, columns: int, layer: int = layer) -> int:
             return b.weight(f"{layer}.{name}", (rows, columns), dtype)
 
-        b.add(RmsNorm(x, b.weight(f"{layer}.norm", (width,), dtype), normed, 1e-5))
+        qkv = tokens["qkv"]
+        b.add(RmsNorm(tokens["x"], b.weight(f"{layer}.norm", (width,), dtype), tokens["normed"], 1e-5))
         bias = b.weight(f"{layer}.bias", (qkv_width,), dtype)
-        b.add(Linear(normed, matrix("qkv", qkv_width, width), bias, qkv))
+        b.add(Linear(tokens["normed"], matrix("qkv", qkv_width, width), bias, qkv))
         b.add(HeadNorm(qkv, b.weight(f"{layer}.q_norm", (head_dim,), dtype), 0, q_heads, 1e-6))
         b.add(HeadNorm(qkv, b.weight(f"{layer}.k_norm", (head_dim,), dtype), q_heads, kv_heads, 1e-6))
         b.add(RopeStore(qkv, cos, sin, layer, q_heads))
-        b.add(Attention(qkv, mixed, layer, q_heads, head_dim**-0.5, window))
-        b.add(Linear(mixed, matrix("o", width, q_heads * head_dim), NONE, update))
-        b.add(Add(x, update, x))
-        b.add(Linear(x, matrix("gate_up", 2 * units, width), NONE, gated))
-        b.add(ActivationMul(gated, unit, Activation.SILU))
-        b.add(Linear(unit, matrix("down", width, units), NONE, update))
-        b.add(Add(x, update, x))
-    b.add(SelectRows(x, chosen))
-    b.add(LmHead(chosen, embedding, logits))
+        if rows is chosen:
+            b.add(SelectRows(tokens["x"], chosen["x"]))
+            b.add(SelectRows(qkv, chosen["qkv"]))
+        b.add(Attention(rows["qkv"], rows["mixed"], layer, q_heads, head_dim**-0.5, window))
+        b.add(Linear(rows["mixed"], matrix("o", width, q_heads * head_dim), NONE, rows["update"]))
+        b.add(Add(rows["x"], rows["update"], rows["x"]))
+        b.add(Linear(rows["x"], matrix("gate_up", 2 * units, width), NONE, rows["gated"]))
+        b.add(ActivationMul(rows["gated"], rows["unit"], Activation.SILU))
+        b.add(Linear(rows["unit"], matrix("down", width, units), NONE, rows["update"]))
+        b.add(Add(rows["x"], rows["update"], rows["x"]))
+    b.add(LmHead(chosen["x"], embedding, logits))
     return b.build(KVCacheSpec(2, kv_heads, head_dim, dtype), vocab, MAX_POSITIONS, dtype, logits)
 
 
@@ -153,6 +162,24 @@ def test_bits_depend_on_the_sequence_alone(isa: str, dtype: DType, window: int, 
     expected = [bits.alone(single, tokens) for tokens in sequences]
     backend = compiled(built, isa, threads)
     assert bits.differences(bits.together(backend, sequences, chance, NUM_BLOCKS), expected) == []
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("window", [0, 20])
+def test_logits_of_any_rows_in_any_order(isa: str, dtype: DType, window: int) -> None:
+    """Those that are wanted are what they'd be if all were, whether a sequence has none of them, one or several."""
+    chance = random.Random(7)
+    built = program(dtype, window=window)
+    pieces = [
+        Piece(chance.choices(range(131), k=length), 0, length, [2 * i, 2 * i + 1, 2 * i + 20])
+        for i, length in enumerate((70, 1, 33, 5, 64, 2, 90))
+    ]
+    batch = make_batch(pieces)
+    for backend in (compiled(built, isa), ReferenceBackend(built, weights(built), NUM_BLOCKS)):
+        expected = forward(backend, batch)
+        for count in (0, 1, 5, 9, 60):
+            rows = np.array(chance.choices(range(70 + 1 + 33), k=count), np.int32)
+            assert torch.equal(forward(backend, replace(batch, logits_rows=rows)), expected[rows])
 
 
 def test_a_query_only_row_reads_and_does_not_store(isa: str) -> None:

@@ -6,6 +6,8 @@ same input are joined into one weight.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from batonq.engine.models.config import ModelConfig
 from batonq.kernels.program import (
     NONE,
@@ -39,8 +41,21 @@ def build(config: ModelConfig, dtype: DType) -> Program:
     return _Decoder(config, dtype).program()
 
 
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    """The buffers of a layer for one kind of rows; all layers share them."""
+
+    hidden: int
+    normed: int
+    qkv: int
+    mixed: int
+    gate_up: int
+    unit: int
+    update: int
+
+
 class _Decoder:
-    """One build: the config, the tables so far, and the buffers that all layers share."""
+    """One build: the config, the tables so far, and the buffers."""
 
     def __init__(self, config: ModelConfig, dtype: DType) -> None:
         self.config = config
@@ -48,61 +63,78 @@ class _Decoder:
         self.builder = ProgramBuilder()
         self.q_width = config.num_heads * config.head_dim
         self.kv_width = config.num_kv_heads * config.head_dim
-        buffer = self.builder.buffer
-        self.hidden = buffer("hidden", config.hidden_size, dtype)
-        self.normed = buffer("normed", config.hidden_size, dtype)
-        self.qkv = buffer("qkv", self.q_width + 2 * self.kv_width, dtype)
-        self.mixed = buffer("mixed", self.q_width, dtype)
-        self.gate_up = buffer("gate_up", 2 * config.intermediate_size, dtype)
-        self.unit = buffer("unit", config.intermediate_size, dtype)
-        self.update = buffer("update", config.hidden_size, dtype)
-        self.selected = buffer("selected", config.hidden_size, dtype, Rows.LOGITS)
-        self.selected_normed = buffer("selected_normed", config.hidden_size, dtype, Rows.LOGITS)
-        self.logits = buffer("logits", config.vocab_size, DType.FLOAT32, Rows.LOGITS)
+        self.tokens = self._activations("", Rows.TOKENS)
+        self.selected = self._activations("selected_", Rows.LOGITS)
+        self.logits = self.builder.buffer("logits", config.vocab_size, DType.FLOAT32, Rows.LOGITS)
         table = (config.max_position_embeddings, config.head_dim // 2)
         self.cos = self.builder.weight(ROPE_COS, table, DType.FLOAT32)
         self.sin = self.builder.weight(ROPE_SIN, table, DType.FLOAT32)
 
+    def _activations(self, prefix: str, rows: Rows) -> _Activations:
+        config = self.config
+        widths = {
+            "hidden": config.hidden_size,
+            "normed": config.hidden_size,
+            "qkv": self.q_width + 2 * self.kv_width,
+            "mixed": self.q_width,
+            "gate_up": 2 * config.intermediate_size,
+            "unit": config.intermediate_size,
+            "update": config.hidden_size,
+        }
+        return _Activations(**{k: self.builder.buffer(prefix + k, w, self.dtype, rows) for k, w in widths.items()})
+
     def program(self) -> Program:
+        """All rows go through all layers but the last, where what nobody will read isn't computed: there the rows
+        without logits leave keys and values behind, and nothing else.
+        """
         config, b = self.config, self.builder
         vocabulary = (config.vocab_size, config.hidden_size)
         embedding = b.weight("model.embed_tokens.weight", vocabulary, self.dtype)
         head = embedding if config.tie_word_embeddings else b.weight("lm_head.weight", vocabulary, self.dtype)
-        b.add(Embed(embedding, self.hidden))
+        rows = self.tokens
+        b.add(Embed(embedding, rows.hidden))
         for layer in range(config.num_layers):
-            self._attention(layer)
-            self._mlp(layer)
-        b.add(SelectRows(self.hidden, self.selected))
-        self._norm("model.norm", self.selected, self.selected_normed)
-        b.add(LmHead(self.selected_normed, head, self.logits))
+            self._project(layer)
+            if layer == config.num_layers - 1:
+                b.add(SelectRows(self.tokens.hidden, self.selected.hidden))
+                b.add(SelectRows(self.tokens.qkv, self.selected.qkv))
+                rows = self.selected
+            self._attention(layer, rows)
+            self._mlp(layer, rows)
+        self._norm("model.norm", rows.hidden, rows.normed)
+        b.add(LmHead(rows.normed, head, self.logits))
         spec = KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype)
         return b.build(spec, config.vocab_size, config.max_position_embeddings, self.dtype, self.logits)
 
-    def _attention(self, layer: int) -> None:
-        config, b = self.config, self.builder
+    def _project(self, layer: int) -> None:
+        """Queries, keys and values of all rows; keys and values go to the blocks."""
+        config, rows = self.config, self.tokens
         prefix = f"model.layers.{layer}"
-        self._norm(f"{prefix}.input_layernorm", self.hidden, self.normed)
+        self._norm(f"{prefix}.input_layernorm", rows.hidden, rows.normed)
         parts = {"q_proj": self.q_width, "k_proj": self.kv_width, "v_proj": self.kv_width}
-        self._linear(f"{prefix}.self_attn", parts, self.normed, self.qkv, config.qkv_bias)
+        self._linear(f"{prefix}.self_attn", parts, rows.normed, rows.qkv, config.qkv_bias)
         if config.qk_norm:
             self._head_norm(f"{prefix}.self_attn.q_norm", 0, config.num_heads)
             self._head_norm(f"{prefix}.self_attn.k_norm", config.num_heads, config.num_kv_heads)
-        b.add(RopeStore(self.qkv, self.cos, self.sin, layer, config.num_heads))
-        scale = config.head_dim**-0.5
-        b.add(Attention(self.qkv, self.mixed, layer, config.num_heads, scale, config.windows[layer]))
-        parts = {"o_proj": config.hidden_size}
-        self._linear(f"{prefix}.self_attn", parts, self.mixed, self.update, config.o_bias)
-        b.add(Add(self.hidden, self.update, self.hidden))
+        self.builder.add(RopeStore(rows.qkv, self.cos, self.sin, layer, config.num_heads))
 
-    def _mlp(self, layer: int) -> None:
+    def _attention(self, layer: int, rows: _Activations) -> None:
+        config, b = self.config, self.builder
+        scale = config.head_dim**-0.5
+        b.add(Attention(rows.qkv, rows.mixed, layer, config.num_heads, scale, config.windows[layer]))
+        parts = {"o_proj": config.hidden_size}
+        self._linear(f"model.layers.{layer}.self_attn", parts, rows.mixed, rows.update, config.o_bias)
+        b.add(Add(rows.hidden, rows.update, rows.hidden))
+
+    def _mlp(self, layer: int, rows: _Activations) -> None:
         config, b = self.config, self.builder
         prefix = f"model.layers.{layer}"
-        self._norm(f"{prefix}.post_attention_layernorm", self.hidden, self.normed)
+        self._norm(f"{prefix}.post_attention_layernorm", rows.hidden, rows.normed)
         parts = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        self._linear(f"{prefix}.mlp", parts, self.normed, self.gate_up, config.mlp_bias)
-        b.add(ActivationMul(self.gate_up, self.unit, Activation.SILU))
-        self._linear(f"{prefix}.mlp", {"down_proj": config.hidden_size}, self.unit, self.update, config.mlp_bias)
-        b.add(Add(self.hidden, self.update, self.hidden))
+        self._linear(f"{prefix}.mlp", parts, rows.normed, rows.gate_up, config.mlp_bias)
+        b.add(ActivationMul(rows.gate_up, rows.unit, Activation.SILU))
+        self._linear(f"{prefix}.mlp", {"down_proj": config.hidden_size}, rows.unit, rows.update, config.mlp_bias)
+        b.add(Add(rows.hidden, rows.update, rows.hidden))
 
     def _norm(self, name: str, x: int, out: int) -> None:
         weight = self.builder.weight(f"{name}.weight", (self.config.hidden_size,), self.dtype)
@@ -110,7 +142,7 @@ class _Decoder:
 
     def _head_norm(self, name: str, first_head: int, heads: int) -> None:
         weight = self.builder.weight(f"{name}.weight", (self.config.head_dim,), self.dtype)
-        self.builder.add(HeadNorm(self.qkv, weight, first_head, heads, self.config.rms_norm_eps))
+        self.builder.add(HeadNorm(self.tokens.qkv, weight, first_head, heads, self.config.rms_norm_eps))
 
     def _linear(self, prefix: str, parts: dict[str, int], x: int, out: int, has_bias: bool) -> None:
         """Projections `parts` (name → output columns) of `x`, side by side in `out`."""

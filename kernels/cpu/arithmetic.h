@@ -56,15 +56,31 @@ struct Ahead {
 };
 
 template <int R, int J, typename T>
-inline void accumulate(V (&c)[R][J], const T* x, int64_t stride, const T* w, int64_t depth, Ahead ahead) {
-  for (int64_t k = 0; k < depth; k += kStep<T>, w += kStep<T> * kPanel, ahead.at += ahead.stride) {
-    decltype(load_steps(w)) b[J];
-    for (int j = 0; j < J; ++j) b[j] = load_steps(w + kStep<T> * kLanes * j);
-    fetch(ahead.at);
-    for (int r = 0; r < R; ++r) {
-      const auto a = splat_step(x + r * stride + k);
-      for (int j = 0; j < J; ++j) c[r][j] = multiply_steps(a, b[j], c[r][j]);
+[[gnu::always_inline]] inline void accumulate_step(V (&c)[R][J], const T* x, int64_t stride, const T* w) {
+  decltype(load_steps(w)) b[J];
+  for (int j = 0; j < J; ++j) b[j] = load_steps(w + kStep<T> * kLanes * j);
+  for (int r = 0; r < R; ++r) {
+    const auto a = splat_step(x + r * stride);
+    for (int j = 0; j < J; ++j) c[r][j] = multiply_steps(a, b[j], c[r][j]);
+  }
+}
+
+template <int R, int J, typename T>
+[[gnu::always_inline]] inline void accumulate(V (&c)[R][J], const T* x, int64_t stride, const T* w, int64_t depth,
+                                              Ahead ahead, Errand* errand) {
+  const T* const end = x + depth;
+  int64_t bytes = depth / kStep<T> * kLine;
+  if (const char* aside = errand == nullptr ? nullptr : errand->take(bytes)) {
+    for (; bytes > 0; bytes -= kLine, x += kStep<T>, w += kStep<T> * kPanel) {
+      fetch(ahead.at);
+      fetch(aside);
+      ahead.at += ahead.stride, aside += kLine;
+      accumulate_step<R, J>(c, x, stride, w);
     }
+  }
+  for (; x < end; x += kStep<T>, w += kStep<T> * kPanel, ahead.at += ahead.stride) {
+    fetch(ahead.at);
+    accumulate_step<R, J>(c, x, stride, w);
   }
 }
 
@@ -109,7 +125,7 @@ inline void tile(const Product& p, const In* w, int64_t row, Ahead ahead, const 
   V c[R][J];
   for (auto& of_row : c)
     for (V& sum : of_row) sum = zero();
-  accumulate<R, J>(c, p.x.row<In>(row), p.x.stride, w, p.depth, ahead);
+  accumulate<R, J>(c, p.x.row<In>(row), p.x.stride, w, p.depth, ahead, p.errand);
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < J; ++j) sink(r, j, c[r][j]);
 }
@@ -470,13 +486,13 @@ void heads_through_chunk(Rows<T>& rows, int group, const Chunk<T>& chunk, const 
 template <typename T>
 void attend(const AttentionJob& job) {
   const int group = job.q_heads / job.kv_heads, together = group * job.heads, count = together * job.count;
-  // Row r belongs to token r / together and to query head kv_head · group + r % together.
+  // Row r of the tile belongs to query r / together and to query head kv_head · group + r % together.
   const auto column = [&](int r) { return (job.kv_head * group + r % together) * job.head_dim; };
   Rows<T> rows;
   for (int r = 0; r < count; ++r) {
-    const int64_t token = job.first + r / together;
-    rows.q[r] = job.qkv.row<T>(token) + column(r);
-    rows.position[r] = job.positions[token];
+    const int64_t query = job.first + r / together;
+    rows.q[r] = job.qkv.row<T>(query) + column(r);
+    rows.position[r] = job.positions[query];
     rows.maximum[r] = -kInfinity;
     rows.total[r] = 0.0f;
     std::memset(rows.sums[r], 0, sizeof(float) * job.head_dim);

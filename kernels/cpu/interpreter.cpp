@@ -119,9 +119,10 @@ class Interpreter {
     }
     weights_.resize(weights);
     for (; at < words + count; at += 1 + at[0]) ops_.emplace_back(at + 1, at + 1 + at[0]);
-    for (const auto& op : ops_)
-      if (op[0] == kAttention) group_ = std::max(group_, op[4] / kv_heads_);
+    for (size_t i = 0; i < ops_.size(); ++i)
+      if (ops_[i][0] == kAttention) add_attention(i);
     next_ = std::vector<std::atomic<int64_t>>(ops_.size());
+    errands_.resize(team.size());
   }
 
   void allocate_cache(int64_t blocks) {
@@ -154,11 +155,14 @@ class Interpreter {
     sequence_of_.resize(batch.tokens);
     for (int64_t s = 0; s < batch.sequences; ++s)
       std::fill(sequence_of_.begin() + batch.query_start[s], sequence_of_.begin() + batch.query_start[s + 1], s);
-    plan_attention();
+    logits_positions_.resize(batch.logits);
+    for (int64_t l = 0; l < batch.logits; ++l) logits_positions_[l] = batch.positions[batch.logits_rows[l]];
+    for (Reading& reading : readings_) plan(reading);
     for (auto& next : next_) next = 0;
     team_.run([&](int rank) {
       Clock::time_point begin;
       if (profiling_) begin = Clock::now();
+      send(rank, 0);
       for (size_t i = 0; i < ops_.size(); ++i) {
         step(i, rank);
         team_.barrier();
@@ -205,7 +209,7 @@ class Interpreter {
       case kLinearActivationMul: return product(Into::kGate, op[1], op[2], op[3], op[4], rank, next_[index]);
       case kLmHead: return product(Into::kStore, op[1], op[2], -1, op[3], rank, next_[index]);
       case kRopeStore: return rope_store(op, rank);
-      case kAttention: return attention(op, next_[index]);
+      case kAttention: return attention(index, rank);
       case kActivationMul: return activation_mul(op, rank);
       case kAdd: return add(op, rank);
       case kSelectRows: return select_rows(op, rank);
@@ -257,9 +261,9 @@ class Interpreter {
   // time, and a barrier waits for the last.
   void product(Into into, int x, int w, int bias, int out, int rank, std::atomic<int64_t>& next) {
     const Weight& weight = weights_[w];
-    const Product p{matrix(x), matrix(out), weight.data, bias < 0 ? nullptr : floats(bias), weight.depth,
-                    buffers_[out].width, into};
     const int64_t rows = rows_of(x), size = team_.size();
+    const Product p{matrix(x), matrix(out), weight.data, bias < 0 ? nullptr : floats(bias), weight.depth,
+                    buffers_[out].width, into, rows < kErrandRows ? nullptr : &errands_[rank]};
     if (rows == 0) return;
     const bool gated = into == Into::kGate;
     const int64_t columns = gated ? round_up(p.columns, kGated) / kGated * kPanel : p.columns;
@@ -334,44 +338,100 @@ class Interpreter {
     std::memcpy(reinterpret_cast<float*>(values_.data() + base) + slot * head_dim_, v, head_dim_ * sizeof(float));
   }
 
-  // Attention of one or several new tokens of a sequence, for KV heads [head, head + heads).
+  // Attention of one or several rows of a sequence, for KV heads [head, head + heads).
   struct Job {
     int64_t sequence, first;
     int count, head, heads;
   };
 
-  // With enough sequences to go round, a decode's heads stay together, because their keys lie side by side.
-  void plan_attention() {
-    jobs_.clear();
-    const bool enough = batch_->sequences >= 4 * team_.size();
-    for (int64_t s = 0; s < batch_->sequences; ++s) {
-      const int64_t begin = batch_->query_start[s], end = batch_->query_start[s + 1];
-      if (enough && end - begin == 1 && group_ <= kTileRows && group_ * kv_heads_ <= kMaxRows) {
-        jobs_.push_back({s, begin, 1, 0, kv_heads_});
-        continue;
+  // What attention over the rows of one kind, with one window, does in this batch: the same in each layer.
+  struct Reading {
+    bool logits_rows;
+    int window;
+    std::vector<Job> jobs;
+    std::vector<int64_t> blocks;  // those that are read, in the order of the jobs: where they begin in a layer
+  };
+
+  // An attention op: which one of the program, and what it reads.
+  struct Attention {
+    size_t op, reading;
+  };
+
+  void add_attention(size_t index) {
+    const int32_t* op = ops_[index].data();
+    const bool logits_rows = buffers_[op[1]].logits_rows;
+    const auto same = [&](const Reading& r) { return r.logits_rows == logits_rows && r.window == op[6]; };
+    const auto found = std::find_if(readings_.begin(), readings_.end(), same);
+    attentions_.push_back({index, static_cast<size_t>(found - readings_.begin())});
+    if (found == readings_.end()) readings_.push_back({logits_rows, op[6], {}, {}});
+    group_ = std::max(group_, op[4] / kv_heads_);
+  }
+
+  // With enough sequences to go round, the heads of a single row stay together, because their keys lie side by side.
+  // Rows of logits may lie anywhere in their sequences, so each is on its own.
+  void plan(Reading& reading) const {
+    reading.jobs.clear();
+    reading.blocks.clear();
+    const int64_t sequences = reading.logits_rows ? batch_->logits : batch_->sequences;
+    const bool together = sequences >= 4 * team_.size() && group_ <= kTileRows && group_ * kv_heads_ <= kMaxRows;
+    for (int64_t i = 0; i < sequences; ++i) {
+      if (reading.logits_rows) {
+        plan(reading, sequence_of_[batch_->logits_rows[i]], i, i + 1, logits_positions_.data(), together);
+      } else {
+        plan(reading, i, batch_->query_start[i], batch_->query_start[i + 1], batch_->positions, together);
       }
-      const int64_t tokens = std::min<int64_t>(kTileTokens, kMaxRows / group_);
-      for (int64_t t = begin; t < end; t += tokens)
-        for (int h = 0; h < kv_heads_; ++h)
-          jobs_.push_back({s, t, static_cast<int>(std::min(tokens, end - t)), h, 1});
     }
   }
 
+  void plan(Reading& reading, int64_t sequence, int64_t begin, int64_t end, const int32_t* positions,
+            bool together) const {
+    const int64_t tokens = std::min<int64_t>(kTileTokens, kMaxRows / group_);
+    if (together && end - begin == 1) {
+      reading.jobs.push_back({sequence, begin, 1, 0, kv_heads_});
+    } else {
+      for (int64_t t = begin; t < end; t += tokens)
+        for (int h = 0; h < kv_heads_; ++h)
+          reading.jobs.push_back({sequence, t, static_cast<int>(std::min(tokens, end - t)), h, 1});
+    }
+    if (begin == end) return;
+    const int64_t seen_from = reading.window > 0 ? std::max(0, positions[begin] + 1 - reading.window) : 0;
+    const int64_t limit = kErrandBytes / (2 * block_bytes_);
+    for (int64_t b = seen_from / kBlock; b <= positions[end - 1] / kBlock; ++b) {
+      if (static_cast<int64_t>(reading.blocks.size()) >= limit) return;
+      reading.blocks.push_back(batch_->block_tables[sequence * batch_->table_width + b] * block_bytes_);
+    }
+  }
+
+  // Gives a member the errand for the program's n-th attention, or none if there is no such.
+  void send(int rank, size_t n) {
+    errands_[rank] = {};
+    if (n >= attentions_.size()) return;
+    const std::vector<int64_t>& blocks = readings_[attentions_[n].reading].blocks;
+    const int64_t layer = ops_[attentions_[n].op][3] * layer_bytes_, pieces = 2 * blocks.size();
+    errands_[rank] = {keys_.data() + layer, values_.data() + layer, blocks.data(), rank, pieces, team_.size(),
+                      block_bytes_, 0};
+  }
+
   // Whoever is free takes the next job: who does it changes nothing.
-  void attention(const int32_t* op, std::atomic<int64_t>& next_job) {
+  void attention(size_t index, int rank) {
+    const int32_t* op = ops_[index].data();
+    const auto self = std::find_if(attentions_.begin(), attentions_.end(), [&](auto& a) { return a.op == index; });
+    send(rank, self - attentions_.begin() + 1);
+    const Reading& reading = readings_[self->reading];
     const int layer = op[3];
     AttentionJob job{};
     job.qkv = matrix(op[1]), job.out = matrix(op[2]);
     job.keys = keys_.data() + layer * layer_bytes_, job.values = values_.data() + layer * layer_bytes_;
-    job.positions = batch_->positions;
+    job.positions = reading.logits_rows ? logits_positions_.data() : batch_->positions;
     job.q_heads = op[4], job.kv_heads = kv_heads_, job.head_dim = head_dim_;
     job.scale = as_float(op[5]), job.window = op[6];
-    const int64_t count = jobs_.size();
+    std::atomic<int64_t>& next_job = next_[index];
+    const int64_t count = reading.jobs.size();
     for (int64_t j = next_job++; j < count; j = next_job++) {
-      job.first = jobs_[j].first, job.count = jobs_[j].count;
-      job.kv_head = jobs_[j].head, job.heads = jobs_[j].heads;
-      job.block_table = batch_->block_tables + jobs_[j].sequence * batch_->table_width;
-      const Job& next = jobs_[std::min(j + team_.size(), count - 1)];
+      const Job &now = reading.jobs[j], &next = reading.jobs[std::min(j + team_.size(), count - 1)];
+      job.first = now.first, job.count = now.count;
+      job.kv_head = now.head, job.heads = now.heads;
+      job.block_table = batch_->block_tables + now.sequence * batch_->table_width;
       job.ahead = keys_.data() + offset_of(layer, next.sequence, 0, next.head);
       rows_for(job.qkv).attend(job);
     }
@@ -401,6 +461,10 @@ class Interpreter {
 
   using Clock = std::chrono::steady_clock;
   static constexpr int64_t kTileTokens = 16;
+  // Products of fewer rows need the memory for their own weights.
+  static constexpr int64_t kErrandRows = 24;
+  // What a last cache surely keeps from one attention to the next, beside the weights that pass through.
+  static constexpr int64_t kErrandBytes = 16 << 20;
 
   const Kernels& kernels_;
   Team& team_;
@@ -414,7 +478,10 @@ class Interpreter {
   const BatchView* batch_ = nullptr;
   std::vector<int64_t> sequence_of_;
   int group_ = 1;  // query heads of a KV head, at most
-  std::vector<Job> jobs_;
+  std::vector<int32_t> logits_positions_;
+  std::vector<Reading> readings_;
+  std::vector<Attention> attentions_;
+  std::vector<Errand> errands_;                // of each member
   std::vector<std::atomic<int64_t>> next_;  // of each op, what nobody has taken yet
   bool profiling_ = false;
   std::vector<double> seconds_;

@@ -36,6 +36,25 @@ struct Matrix {
   }
 };
 
+// Keys and values that attention reads next, which a member of the team asks for while it multiplies: a product of many
+// rows hardly uses the memory, and attention of decoding tokens hardly anything else. They wait in the last cache then.
+struct alignas(64) Errand {
+  const char *keys, *values;    // of a layer
+  const int64_t* blocks;        // where blocks begin in it, in bytes
+  int64_t piece, pieces, step;  // a piece is a block's keys (even) or its values; this member takes each step-th
+  int64_t size, done;           // bytes of a piece, and how many of the present one have been asked for
+
+  // Address of up to `bytes` that come next, which become exactly as many; null when there are none.
+  const char* take(int64_t& bytes) {
+    if (piece >= pieces) return nullptr;
+    const char* at = (piece % 2 == 0 ? keys : values) + blocks[piece / 2] + done;
+    bytes = bytes < size - done ? bytes : size - done;
+    done += bytes;
+    if (done == size) piece += step, done = 0;
+    return at;
+  }
+};
+
 // What becomes of x · wᵀ + bias: it is out, it is added to out, or out = silu(first half) · second half. Either way it is
 // rounded to the dtype of `out` first, so that the bits are those of two ops.
 enum class Into : int { kStore, kAdd, kGate };
@@ -51,9 +70,10 @@ struct Product {
   int64_t depth;
   int64_t columns;  // of out
   Into into;
+  Errand* errand;  // or null
 };
 
-// One sequence's new tokens [first, first + count) of the batch against its blocks, for KV heads [kv_head, kv_head +
+// Rows [first, first + count) of `qkv` and `out`, queries of one sequence, against its blocks, for KV heads [kv_head, kv_head +
 // heads). More than one head only for one token, with up to kTileRows query heads each, kMaxRows in all.
 struct AttentionJob {
   Matrix qkv;
@@ -65,7 +85,7 @@ struct AttentionJob {
   const int32_t* block_table;
   // Keys that are read after this job.
   const void* ahead;
-  const int32_t* positions;
+  const int32_t* positions;  // of the rows
   int64_t first;
   int count;
   int kv_head;

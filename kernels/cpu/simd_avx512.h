@@ -23,8 +23,9 @@ inline __mmask16 first(int64_t count) {
   return count >= kLanes ? 0xFFFF : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
 }
 
-// Asks for the line at p: it will be needed soon.
-inline void fetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+// Asks for the line at p: it will be needed soon. Written so that the compiler leaves it where it is; it may gather
+// builtin prefetches in a loop of their own.
+inline void fetch(const void* p) { asm volatile("prefetcht1 (%0)" ::"r"(p)); }
 
 inline V zero() { return _mm512_setzero_ps(); }
 inline V splat(float x) { return _mm512_set1_ps(x); }
