@@ -10,6 +10,7 @@ if not status then return false end
 if status == 'finished' or status == 'failed' or status == 'stopped' or status == 'canceled' then return status end
 
 if status == 'started' and execution then drop_execution(id, execution, queue, worker or '') end
+note(id, 'canceled', worker or '')
 for _, registry in ipairs({'scheduled', 'deferred', 'ready'}) do redis.call('ZREM', key(registry, queue), id) end
 redis.call('HSET', job, 'status', 'canceled', 'ended_at', now_iso)
 settle_canceled(id, queue, client, default_ttl)

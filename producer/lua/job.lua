@@ -26,6 +26,21 @@ local function owned(id, execution, epoch)
   return held[1] == 'started' and held[2] == execution and tonumber(held[3]) == epoch
 end
 
+-- Take down in a job's history what happened to it: `{Unix time} {event} {worker or -} {epoch} {committed tokens}`, a line
+-- for each event, the last HISTORY_BYTES of them. First claims and ends aren't among them: rq's fields tell of these.
+local HISTORY_BYTES = 4096
+local function note(id, event, worker)
+  local job = job_key(id)
+  local held = redis.call('HMGET', job, 'batonq_history', 'batonq_epoch')
+  local now, tokens = redis.call('TIME'), 0
+  for _, context in ipairs(contexts_of(id)) do tokens = tokens + redis.call('STRLEN', tok_key(context)) / 4 end
+  local line = string.format('%d.%03d %s %s %s %d\n', now[1], now[2] / 1000, event, worker ~= '' and worker or '-',
+                             held[2] or '0', tokens)
+  local history = (held[1] or '') .. line
+  if #history > HISTORY_BYTES then history = string.match(history, '\n(.*)$', #history - HISTORY_BYTES) end
+  redis.call('HSET', job, 'batonq_history', history)
+end
+
 -- Forget an execution in all places where rq lists it.
 local function drop_execution(id, execution, queue, worker)
   local member = id .. ':' .. execution

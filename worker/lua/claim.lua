@@ -44,6 +44,7 @@ for _, execution in ipairs(executions) do
   for _, registry in ipairs({'finished', 'failed', 'canceled', 'scheduled'}) do
     redis.call('ZREM', key(registry, queue), id)
   end
+  if epoch > 1 then note(id, 'claimed', worker) end
   -- rq's default description is the call with all its arguments: a prompt in plain sight of every dashboard.
   local description = redis.call('HGET', job, 'description')
   if description and string.sub(description, 1, 13) == 'batonq.worker' then

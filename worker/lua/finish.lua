@@ -22,6 +22,7 @@ end
 
 -- As rq.job.Job.retry does. What was committed stays, and the next owner goes on from there.
 local function try_again(left)
+  note(id, 'retried', worker)
   local intervals = cjson.decode(redis.call('HGET', job, 'retry_intervals') or '[]')
   local interval = intervals[math.max(#intervals - left, 0) + 1] or 0
   redis.call('HSET', job, 'retries_left', left - 1, 'worker_name', '', 'ended_at', ended, 'batonq_retried_by', execution)

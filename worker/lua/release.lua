@@ -11,6 +11,7 @@ for i = #batch, 1, -1 do
     drop_execution(id, execution, queue, worker)
     redis.call('HSET', job, 'status', 'queued', 'worker_name', '')
     redis.call('HDEL', job, 'batonq_execution')
+    note(id, crashed and 'crashed' or 'released', worker)
     if crashed then redis.call('HINCRBY', job, 'batonq_crashes', 1) end
     for _, context in ipairs(contexts_of(id)) do show(context, 'PREEMPTED') end
     redis.call('LPUSH', key('queue', queue), id)
