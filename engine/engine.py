@@ -10,7 +10,7 @@ Knows no torch: what computes and what samples are given to it (`engine/loading.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Generic, Protocol, TypeVar
@@ -119,6 +119,8 @@ class Engine(Generic[Logits]):
         self.vocabulary = vocabulary
         self.contexts: dict[str, Context] = {}
         self._ended_at_add: list[ContextOutput] = []
+        #: Called with each plan before it is computed.
+        self.on_plan: Callable[[Plan], None] | None = None
 
     def add(
         self,
@@ -191,6 +193,8 @@ class Engine(Generic[Logits]):
         """
         plan = self.scheduler.schedule()
         if plan.rows:
+            if self.on_plan is not None:
+                self.on_plan(plan)
             try:
                 sampled = self.sampler.sample(plan, self.runner.forward(plan))
             except BaseException:

@@ -114,6 +114,16 @@ def stream(context_id: str) -> str:
     return f"{PREFIX}:batonq:stream:{context_id}"
 
 
+def lease(queue_name: str) -> str:
+    """Hash of the leases of a queue's workers: name → counter, which changes as long as the worker lives."""
+    return f"{PREFIX}:batonq:lease:{queue_name}"
+
+
+def aside(queue_name: str) -> str:
+    """Sorted set of queued job ids that wait outside the queue for a worker that can carry them on, by since when."""
+    return f"{PREFIX}:batonq:aside:{queue_name}"
+
+
 def followups(queue_name: str) -> str:
     """Hash of ended jobs whose dependents, callbacks or webhooks are not served yet: job id → worker that is at it."""
     return f"{PREFIX}:batonq:followups:{queue_name}"

@@ -26,6 +26,7 @@ from batonq.producer.embedded import EmbeddedServer
 from batonq.producer.schema import FUNCTION
 from batonq.worker.scripts import Claim, Ending, Finished, Scripts
 from tests.support import callbacks
+from tests.support.claims import claim_jobs
 from tests.support.definition import alone
 from tests.support.null_engine import POISON
 from tests.support.redis_keys import forever, registries
@@ -47,7 +48,7 @@ def burst(valkey: EmbeddedServer, tmp_path: Path, *options: str, **engine: float
 
 
 def claim(scripts: Scripts, worker_name: str = "w") -> Claim:
-    (claimed,) = scripts.claim([QUEUE], worker_name, [f"e{time.monotonic_ns()}"], time.time(), 480) or []
+    (claimed,) = claim_jobs(scripts, [QUEUE], worker_name)
     return claimed
 
 

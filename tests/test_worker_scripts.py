@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import redis
 from rq import Queue
 
@@ -11,6 +9,7 @@ from batonq.producer import keys
 from batonq.producer.schema import FUNCTION
 from batonq.worker.messages import pack_ids, unpack_ids
 from batonq.worker.scripts import Claim, Committed, ContextCommit, Scripts
+from tests.support.claims import claim_jobs
 from tests.support.workers import QUEUE
 
 
@@ -18,7 +17,7 @@ def claims(scripts: Scripts, queue: Queue, count: int) -> list[Claim]:
     """So many new jobs, claimed and pinned with two contexts each."""
     for _ in range(count):
         queue.enqueue(FUNCTION, prompt="x", n=2)
-    claimed = scripts.claim([QUEUE], "w", [f"e{i}" for i in range(count)], time.time(), 480) or []
+    claimed = claim_jobs(scripts, [QUEUE], "w", count)
     for claim in claimed:
         contexts = [(name, {"digest": "d"}) for name in names(claim)]
         assert scripts.pin([(claim.ownership, False, contexts)]) == [True]
@@ -36,7 +35,7 @@ def news(claim: Claim, index: int, start: int, *tokens: int, **fields: str) -> C
 def test_each_job_of_a_commit_has_its_own_outcome(connection: redis.Redis, queue: Queue) -> None:
     scripts = Scripts(connection)
     lost, grown, _silent, gap, last = claimed = claims(scripts, queue, 5)
-    assert scripts.release("w", [lost.ownership], crashed=False) == [True]
+    assert scripts.release("w", [lost.ownership]) == [True]
     said = [
         [news(lost, 0, 0, 1)],
         [news(grown, 0, 0, 1, 2), news(grown, 1, 0, 3, state="RUNNING")],
@@ -60,7 +59,7 @@ def test_a_released_context_shows_how_far_it_is(connection: redis.Redis, queue: 
     scripts = Scripts(connection)
     (claim,) = claims(scripts, queue, 1)
     scripts.commit([(claim.ownership, [news(claim, 0, 0, 7, 8, 9)])])
-    scripts.release("w", [claim.ownership], crashed=False)
+    scripts.release("w", [claim.ownership])
     shown = [connection.hmget(keys.context(name), "state", "token_count") for name in names(claim)]
     assert shown == [[b"PREEMPTED", b"3"], [b"PREEMPTED", b"0"]]
 

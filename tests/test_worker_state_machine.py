@@ -1,4 +1,5 @@
-"""Random lives of jobs at the level of the Lua scripts: two workers, stale owners, repeated calls, rq's cleanup.
+"""Random lives of jobs at the level of the Lua scripts: workers of two arithmetics, stale owners, repeated calls,
+leases that lapse, rq's cleanup.
 
 A model in plain Python says what each call must answer and what the server must hold afterwards: one result a job, no
 write by anyone who lost the job, terminal states that never change again, registries that agree with the statuses.
@@ -29,11 +30,22 @@ from rq.registry import (
 from batonq.producer import Producer, keys, serializer
 from batonq.producer.schema import FUNCTION
 from batonq.worker.messages import pack_ids
-from batonq.worker.scripts import Claim, Committed, ContextCommit, ContextEnd, Ending, Finished, Scripts
+from batonq.worker.scripts import (
+    Abilities,
+    Claim,
+    Committed,
+    ContextCommit,
+    ContextEnd,
+    Ending,
+    Finished,
+    Scripts,
+    SetAside,
+)
 from tests.support.servers import server
 
 QUEUE = "machine"
-WORKERS = ("a", "b")
+#: Name → numerics: the first two compute alike.
+WORKERS = {"a": "x", "b": "x", "c": "y"}
 
 
 @dataclass
@@ -42,17 +54,26 @@ class ModelJob:
     #: The claim that owns the job now, by its execution id.
     owner: str | None = None
     pinned: bool = False
+    #: Of the tokens, and whether they bind it.
+    numerics: str = ""
+    exact: bool = False
+    #: It may go on with any numerics, once.
+    free: bool = False
+    aside: bool = False
     tokens: list[int] = field(default_factory=list)
     ended_by: str | None = None
+
+    def fits(self, worker: str) -> bool:
+        return not self.tokens or self.free or self.numerics == WORKERS[worker]
 
 
 class JobLives(RuleBasedStateMachine):
     connection: redis.Redis
+    scripts: Scripts
 
     @initialize()
     def start(self) -> None:
         self.connection.flushall()
-        self.scripts = Scripts(self.connection)
         self.queue = Queue(QUEUE, connection=self.connection, serializer=serializer)
         self.producer = Producer(self.connection)
         self.jobs: dict[str, ModelJob] = {}
@@ -71,17 +92,24 @@ class JobLives(RuleBasedStateMachine):
         if self.jobs:
             self.connection.rpush(self.queue.key, list(self.jobs)[pick % len(self.jobs)])
 
-    @rule(worker=st.sampled_from(WORKERS), count=st.integers(1, 3))
+    @rule(worker=st.sampled_from(list(WORKERS)), count=st.integers(1, 3))
     def claim(self, worker: str, count: int) -> None:
         executions = [f"e{self.count + i}" for i in range(count)]
         self.count += count
-        claimed = self.scripts.claim([QUEUE], worker, executions, time.time(), 480)
-        assert claimed is not None
-        queued = sum(job.status == "queued" for job in self.jobs.values())
-        assert len(claimed) == min(count, queued)
-        for claim in claimed:
+        listed = {m.decode() for m in self.connection.lrange(self.queue.key, 0, -1)}
+        queued = [job for job_id, job in self.jobs.items() if job.status == "queued" and job_id in listed]
+        found = self.scripts.claim([QUEUE], worker, Abilities(WORKERS[worker], 1), executions, time.time(), 480)
+        assert found is not None
+        assert len(found.claims) == min(count, sum(job.fits(worker) for job in queued))
+        for left in found.aside:
+            assert left == SetAside(left.job_id, "numerics")
+            assert not self.jobs[left.job_id].fits(worker)
+            self.jobs[left.job_id].aside = True
+        for claim in found.claims:
             job = self.jobs[claim.ownership.job_id]
             assert job.status == "queued"
+            assert job.fits(worker)
+            job.free = False
             assert claim.contexts[0].tokens == pack_ids(job.tokens)
             assert ("digest" in claim.contexts[0].fields) == job.pinned
             job.status, job.owner = "started", claim.ownership.execution_id
@@ -95,15 +123,15 @@ class JobLives(RuleBasedStateMachine):
         job = self.jobs[claim.ownership.job_id]
         return worker, claim, job, job.owner == claim.ownership.execution_id
 
-    @rule(pick=st.integers(0, 99))
-    def pin(self, pick: int) -> None:
+    @rule(pick=st.integers(0, 99), exact=st.booleans())
+    def pin(self, pick: int, exact: bool) -> None:
         if (found := self.any_claim(pick)) and not found[2].pinned:
-            _, claim, job, owned = found
-            assert self.scripts.pin(
-                [(claim.ownership, False, [(claim.ownership.job_id, {"digest": "d", "state": "WAITING"})])]
-            ) == [owned]
+            worker, claim, job, owned = found
+            fields = {"digest": "d", "state": "WAITING", "exact": "require" if exact else "prefer"}
+            fields |= {"numerics": WORKERS[worker], "min_reader": "1"}
+            assert self.scripts.pin([(claim.ownership, False, [(claim.ownership.job_id, fields)])]) == [owned]
             if owned:
-                job.pinned, job.tokens = True, []
+                job.pinned, job.tokens, job.numerics, job.exact = True, [], WORKERS[worker], exact
 
     @rule(
         pick=st.integers(0, 99),
@@ -116,7 +144,7 @@ class JobLives(RuleBasedStateMachine):
         """Tokens from where the server is or, as after a lost reply, from a little before; or something untrue."""
         if not (found := self.any_claim(pick)):
             return
-        _, claim, job, owned = found
+        worker, claim, job, owned = found
         start = max(0, len(job.tokens) - back)
         tokens = [*job.tokens[start:], *new]
         contradiction = lie and start < len(job.tokens)
@@ -124,7 +152,7 @@ class JobLives(RuleBasedStateMachine):
             tokens[0] += 1
         gap = lie and not contradiction
         start += gap
-        fields = {} if plain else {"state": "RUNNING"}
+        fields = {} if plain else {"state": "RUNNING", "numerics": WORKERS[worker]}
         news = ContextCommit(claim.ownership.job_id, start, pack_ids(tokens), b"", fields)
         (outcome,) = self.scripts.commit([(claim.ownership, [news])])
         if not owned:
@@ -134,6 +162,10 @@ class JobLives(RuleBasedStateMachine):
         else:
             assert outcome is Committed.DONE
             job.tokens += new
+            if not plain:
+                job.numerics = WORKERS[worker]
+            elif not job.numerics:  # nobody said whose they are
+                job.free = True
 
     @rule(pick=st.integers(0, 99), failed=st.booleans(), repeat=st.booleans())
     def finish(self, pick: int, failed: bool, repeat: bool) -> None:
@@ -164,10 +196,46 @@ class JobLives(RuleBasedStateMachine):
         for pick in picks:
             if found := self.any_claim(pick):
                 worker, claim, job, owned = found
-                assert self.scripts.release(worker, [claim.ownership], crashed=crashed) == [owned]
+                dead = [claim.ownership] if crashed else []
+                assert self.scripts.release(worker, [claim.ownership], crashed=dead) == [owned]
                 if owned:
                     job.status, job.owner = "queued", None
                     assert self.connection.lindex(self.queue.key, 0) == claim.ownership.job_id.encode()
+
+    @rule(worker=st.sampled_from(list(WORKERS)))
+    def renew(self, worker: str) -> None:
+        self.connection.hincrby(keys.lease(QUEUE), worker, 1)
+
+    @rule(worker=st.sampled_from(list(WORKERS)), late=st.booleans())
+    def reap(self, worker: str, late: bool) -> None:
+        """Somebody saw the lease unchanged for long enough; or it has changed at the last moment."""
+        held = self.connection.hget(keys.lease(QUEUE), worker)
+        seen = None if held is None else held.decode()
+        if late:
+            self.renew(worker)
+        taken = self.scripts.reap(QUEUE, worker, seen)
+        if late:
+            assert taken is None
+            return
+        owned = {
+            claim.ownership.job_id
+            for name, claim in self.claims
+            if name == worker and self.jobs[claim.ownership.job_id].owner == claim.ownership.execution_id
+        }
+        assert set(taken or []) == owned
+        for job_id in owned:
+            self.jobs[job_id].status, self.jobs[job_id].owner = "queued", None
+
+    @rule(worker=st.sampled_from(list(WORKERS)), grace=st.sampled_from([0, 3600]))
+    def recall(self, worker: str, grace: int) -> None:
+        back = set(self.scripts.recall(QUEUE, Abilities(WORKERS[worker], 1), grace))
+        for job_id, job in self.jobs.items():
+            waits = job.aside and job.status == "queued"
+            tolerated = grace == 0 and not job.exact
+            assert (job_id in back) == (waits and (job.fits(worker) or tolerated))
+            if job_id in back:
+                job.free = job.free or not job.fits(worker)
+            job.aside = waits and job_id not in back
 
     @rule(pick=st.integers(0, 99))
     def cancel(self, pick: int) -> None:
@@ -201,11 +269,12 @@ class JobLives(RuleBasedStateMachine):
             assert set(registry(queue=self.queue).get_job_ids(cleanup=False)) == expected
         assert StartedJobRegistry(queue=self.queue).get_job_count(cleanup=True) == len(started)
         listed = {m.decode() for m in self.connection.lrange(self.queue.key, 0, -1)}
+        aside = {m.decode() for m in self.connection.zrange(keys.aside(QUEUE), 0, -1)}
         for job_id, job in self.jobs.items():
             assert self.connection.hget(keys.job(job_id), "status") == job.status.encode()
             assert self.connection.xlen(keys.results(job_id)) == (job.ended_by is not None)
             assert (self.connection.get(keys.tokens(job_id)) or b"") == pack_ids(job.tokens)
-            assert job.status != "queued" or job_id in listed
+            assert job.status != "queued" or job_id in listed or (job.aside and job_id in aside)
             for name in (keys.job(job_id), keys.results(job_id), keys.context(job_id)):
                 if job.status not in ("queued", "started"):
                     assert self.connection.ttl(name) != -1, f"{name} stays for ever"
@@ -222,7 +291,7 @@ def connection() -> Iterator[redis.Redis]:
 
 
 def test_random_lives(connection: redis.Redis) -> None:
-    JobLives.connection = connection
+    JobLives.connection, JobLives.scripts = connection, Scripts(connection)
     case = JobLives.TestCase
     case.settings = settings(
         max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)

@@ -25,6 +25,7 @@ from batonq.producer.schema import Result
 from batonq.producer.stream import StreamChunk
 from batonq.worker.messages import pack_ids
 from batonq.worker.scripts import Committed, ContextCommit, ContextEnd, Ending, Finished, Scripts, StreamEntry
+from tests.support.claims import claim_jobs
 from tests.support.definition import alone
 from tests.support.null_engine import EOS, logprobs_of
 from tests.support.servers import eventually
@@ -234,7 +235,7 @@ def test_repeated_commits_write_no_entry_twice(valkey: EmbeddedServer, producer:
     connection = redis.Redis.from_url(valkey.url)
     scripts = Scripts(connection)
     job_id = producer.submit(prompt="x", stream=True)
-    (claim,) = scripts.claim([QUEUE], "w", ["e"], 0.0, 480) or []
+    (claim,) = claim_jobs(scripts, [QUEUE], "w")
     owner = claim.ownership
     assert scripts.pin([(owner, True, [(job_id, {"digest": "d"})])]) == [True]
 

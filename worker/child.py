@@ -1,8 +1,8 @@
 """The child process: holds the engine and the device, and does nothing but step.
 
-Started by the parent as `python -m batonq.worker.child CHANNEL BELL PARENT`: its end of the socket pair, the bell's end
-to write to, and the parent's process id. It ends when it is told to, when the other end is closed, and, by the kernel's
-hand, when the parent dies.
+Started by the parent as `python -m batonq.worker.child CHANNEL BELL MARKER PARENT`: its end of the socket pair, the
+bell's end to write to, the memory of the step marker, and the parent's process id. It ends when it is told to, when the
+other end is closed, and, by the kernel's hand, when the parent dies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batonq.engine.context import Context
 from batonq.engine.engine import Engine
 from batonq.engine.errors import EngineError
 from batonq.engine.logprobs import pack, unpack
-from batonq.engine.plan import ContextOutput, StepOutput
+from batonq.engine.plan import ContextOutput, Plan, StepOutput
 from batonq.engine.sampling_params import SamplingParams
 from batonq.worker.messages import (
     Abort,
@@ -28,7 +28,9 @@ from batonq.worker.messages import (
     Channel,
     Load,
     LoadFailed,
+    Pause,
     Ready,
+    Resume,
     Step,
     Stop,
     Update,
@@ -36,6 +38,8 @@ from batonq.worker.messages import (
     unpack_ids,
 )
 from batonq.worker.spelling import spell
+from batonq.worker.step_log import StepLog
+from batonq.worker.step_marker import StepMarker
 
 _PR_SET_PDEATHSIG = 1
 _FIELDS_WHILE_RUNNING = Update._fields.index("finish_reason")
@@ -51,24 +55,38 @@ def die_with_parent(parent: int) -> None:
 class EngineLoop:
     """Steps an engine for a parent at the other end of a channel."""
 
-    def __init__(self, channel: Channel, engine: Engine[Any]) -> None:
+    def __init__(self, channel: Channel, engine: Engine[Any], marker: StepMarker, log: StepLog | None) -> None:
         self._channel = channel
         self._engine = engine
+        self._marker = marker
+        self._log = log
+        engine.on_plan = self._mark
         #: Number of each live context, by id.
         self._numbers: dict[str, int] = {}
         #: Of those whose tokens are all there is to tell while they run.
         self._plain: dict[str, int] = {}
-        self._stopping = False
+        self._paused = self._stopping = False
+
+    @property
+    def _idle(self) -> bool:
+        return self._paused or not self._engine.has_work
 
     def run(self) -> None:
         """Until told to stop or the parent is gone."""
         while True:
-            for message in self._channel.receive(wait=not self._engine.has_work):
+            for message in self._channel.receive(wait=self._idle):
                 self._handle(message)
             if self._stopping or self._channel.closed:
                 return
-            if self._engine.has_work:
-                self._report(self._engine.step())
+            if not self._idle:
+                output = self._engine.step()
+                self._marker.end()
+                if self._log is not None:
+                    self._log.write(output, self._engine)
+                self._report(output)
+
+    def _mark(self, plan: Plan) -> None:
+        self._marker.begin(pack_ids([self._numbers[row.context.context_id] for row in plan.rows]))
 
     def _handle(self, message: object) -> None:
         match message:
@@ -76,6 +94,10 @@ class EngineLoop:
                 self._add(message)
             case Abort() if self._numbers.get(message.context_id) == message.number:
                 self._abort(message.context_id)
+            case Pause():
+                self._paused = True
+            case Resume():
+                self._paused = False
             case Stop():
                 self._stopping = True
 
@@ -201,7 +223,7 @@ def load(channel: Channel, message: Load) -> Engine[Any] | None:
 
 def main() -> int:
     """Serve the parent, as the command line says."""
-    channel_fd, bell_fd, parent = map(int, sys.argv[1:])
+    channel_fd, bell_fd, marker_fd, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
     for request in (signal.SIGINT, signal.SIGTERM):
         signal.signal(request, signal.SIG_IGN)  # a terminal or a supervisor signals the whole group; the parent answers
@@ -211,7 +233,7 @@ def main() -> int:
         engine = load(channel, message)
         if engine is None:
             return 1
-        EngineLoop(channel, engine).run()
+        EngineLoop(channel, engine, StepMarker(marker_fd), StepLog.wanted()).run()
     return 0
 
 

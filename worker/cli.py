@@ -19,9 +19,11 @@ from rich.logging import RichHandler
 from batonq.engine.config import EngineConfig
 from batonq.engine.errors import EngineError
 from batonq.worker.errors import WorkerError
+from batonq.worker.timing import Timing
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DEFAULTS = EngineConfig()
+_TIMING = Timing()
 
 DTypeName = Literal["float32", "bfloat16"]
 
@@ -71,6 +73,23 @@ def worker(
     num_threads: Annotated[
         int | None, typer.Option(envvar="BATONQ_NUM_THREADS", help="Threads of the arithmetic. Default: all cores.")
     ] = None,
+    commit_interval: Annotated[
+        float, typer.Option(min=0.001, help="Seconds between commits of new tokens; what a crash costs at most.")
+    ] = _TIMING.commit_interval,
+    lease: Annotated[
+        float, typer.Option(min=0.4, help="Seconds of silence after which other workers take over from this one.")
+    ] = _TIMING.lease,
+    step_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a step may take; an engine that takes longer is killed.")
+    ] = _TIMING.step_timeout,
+    exact_grace: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds that a job begun with other arithmetic (dtype, instruction set) waits for a worker that has "
+            "it, before it goes on here with other bits; never if it asks for exact: require.",
+        ),
+    ] = _TIMING.exact_grace,
     engine: Annotated[
         str, typer.Option(hidden=True, help="Module with load_engine and load_frontend, for an engine of one's own.")
     ] = "batonq.engine.loading",
@@ -87,7 +106,9 @@ def worker(
     try:
         config = EngineConfig(max_num_seqs, max_num_batched_tokens, kv_cache_memory, max_model_len, num_threads)
         name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        serve(engine, model, served_model_name, queue or [], dtype, config, redis_url, name, burst, allow_callbacks)
+        timing = Timing(commit_interval, lease, step_timeout, exact_grace)
+        where = redis_url, name, queue or []
+        serve(engine, model, served_model_name, dtype, config, timing, where, burst=burst, callbacks=allow_callbacks)
     except (WorkerError, EngineError) as error:
         typer.echo(f"batonq worker: {error.message}", err=True)
         raise typer.Exit(1) from None
@@ -103,21 +124,22 @@ def serve(
     engine: str,
     model: str,
     served_model_name: str,
-    queues: list[str],
     dtype: DTypeName,
     config: EngineConfig,
-    redis_url: str,
-    name: str,
+    timing: Timing,
+    where: tuple[str, str, list[str]],
+    *,
     burst: bool,
-    allow_callbacks: bool,
+    callbacks: bool,
 ) -> None:
-    """Run a worker with these settings until it is stopped."""
+    """Run a worker with these settings until it is stopped. `where`: Redis URL, the worker's name, its queues."""
     # Imported here, so that `--help` and the other commands don't wait for it.
     from batonq.engine.loading import EngineOptions, default_served_model_name  # noqa: PLC0415
     from batonq.worker.worker import WorkerOptions, run_worker  # noqa: PLC0415
 
     served = served_model_name or default_served_model_name(model)
     options = EngineOptions(model, served, dtype, config)
+    redis_url, name, queues = where
     run_worker(
         WorkerOptions(
             redis_url=redis_url,
@@ -128,7 +150,8 @@ def serve(
             engine_options=options.to_dict(),
             load_frontend=import_module(engine).load_frontend,
             burst=burst,
-            allow_callbacks=allow_callbacks,
+            allow_callbacks=callbacks,
+            timing=timing,
         )
     )
 

@@ -18,7 +18,7 @@ from batonq.worker.scripts import Claim, ContextEnd, Ending, Fields
 _SUCCESSFUL, _FAILED = 1, 2
 
 #: Errors that another try may spare, so that rq's `Retry` applies to them. Any other would only come again.
-TRANSIENT = frozenset({"engine_crashed", "job_timeout"})
+TRANSIENT = frozenset({"engine_crashed", "worker_lost", "job_timeout"})
 
 
 def succeed(job: OwnedJob, place: Place, now: float) -> Ending:

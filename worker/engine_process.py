@@ -11,8 +11,9 @@ import sys
 from typing import Any
 
 from batonq.worker.errors import EngineUnavailable, ModelUnavailable
-from batonq.worker.messages import Channel, Load, LoadFailed, Message, Ready
+from batonq.worker.messages import Channel, Load, LoadFailed, Message, Ready, unpack_ids
 from batonq.worker.signals import StopRequests
+from batonq.worker.step_marker import StepMarker
 
 #: Engine processes that may die in a row before they are ready.
 MAX_START_FAILURES = 3
@@ -32,12 +33,15 @@ class EngineProcess:
         bell, to_ring = os.pipe()
         os.set_blocking(bell, False)
         self._bell = os.fdopen(bell, "rb", buffering=0)
+        self._marker = StepMarker()
         with theirs:
-            passed = (theirs.fileno(), to_ring)
+            passed = (theirs.fileno(), to_ring, self._marker.fd)
             command = [sys.executable, "-m", "batonq.worker.child", *map(str, passed), str(os.getpid())]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed)
             os.close(to_ring)
         self._channel = Channel(ours)
+        #: Once it has ended: numbers of the contexts in the step that its death interrupted.
+        self.in_step: list[int] = []
         self.send(Load(engine, options))
 
     @property
@@ -93,6 +97,8 @@ class EngineProcess:
             status = self._process.wait()
         self._channel.close()
         self._bell.close()
+        self.in_step = unpack_ids(self._marker.read())
+        self._marker.close()
         return status
 
 

@@ -6,12 +6,13 @@ the engine each time takes no neighbour with it.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import count
 
 from batonq.worker.engine_process import EngineProcess
-from batonq.worker.messages import Abort, Add, Step, Update, pack_ids, unpack_ids
+from batonq.worker.messages import Abort, Add, Pause, Resume, Step, Update, pack_ids, unpack_ids
 from batonq.worker.owned import OwnedContext, OwnedJob
 
 
@@ -27,6 +28,35 @@ class Feeder:
         self._numbers: dict[str, int] = {}
         self._running: dict[int, tuple[OwnedJob, OwnedContext]] = {}
         self._alone: OwnedJob | None = None
+        self._paused = False
+        #: When the engine last said that a step is done, or had nothing to do.
+        self._heard_at = time.monotonic()
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long the engine has been busy without finishing a step."""
+        return time.monotonic() - self._heard_at if self._inside and not self._paused else 0.0
+
+    def pause(self) -> None:
+        """Have the engine stop after the present step, and keep what it has."""
+        if not self._paused:
+            self._paused = True
+            self.engine.send(Pause())
+
+    def resume(self) -> None:
+        """Have it go on."""
+        if self._paused:
+            self._paused = False
+            self._heard_at = time.monotonic()
+            self.engine.send(Resume())
+
+    @property
+    def in_step(self) -> list[OwnedJob]:
+        """Jobs that the step held which the engine's death has interrupted."""
+        return list({id(job): job for number in self.engine.in_step if (job := self._job(number))}.values())
+
+    def _job(self, number: int) -> OwnedJob | None:
+        return self._running[number][0] if number in self._running else None
 
     @property
     def inside(self) -> list[OwnedJob]:
@@ -51,6 +81,8 @@ class Feeder:
             job = self._waiting.popleft()
             if suspect:
                 self._alone = job
+            if not self._inside:
+                self._heard_at = time.monotonic()
             self._inside[job.job_id] = job
             for context in job.contexts:
                 number = self._numbers[context.context_id] = next(self._next_number)
@@ -87,6 +119,7 @@ class Feeder:
         """
         for message in self.engine.receive():
             if isinstance(message, Step):
+                self._heard_at = time.monotonic()
                 self._grow(message)
                 yield from self._update(message)
                 self._rehabilitate()

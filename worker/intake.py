@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Sequence
 
 from batonq.worker.doorbell import Doorbell
 from batonq.worker.registration import WORKER_TTL
-from batonq.worker.scripts import Claim, Scripts
+from batonq.worker.scripts import Abilities, Claim, Scripts, SetAside
 
 #: Jobs asked for in one claim.
 CLAIM_BATCH = 64
+
+logger = logging.getLogger(__name__)
 
 
 class Intake:
     """Claims jobs. Knows whether asking is worth it: after a ring it is, after an empty answer it isn't."""
 
-    def __init__(self, scripts: Scripts, redis_url: str, worker: str, queues: Sequence[str]) -> None:
+    def __init__(
+        self, scripts: Scripts, redis_url: str, worker: str, queues: Sequence[str], can: Abilities, grace: float
+    ) -> None:
+        """`grace`: seconds for which a job that prefers other numerics than this worker's waits for them."""
         self._scripts = scripts
         self._worker = worker
         self._queues = queues
+        self._can = can
+        self._grace = grace
         self.doorbells = [Doorbell(redis_url, queue) for queue in queues]
         #: Whether a queue may have jobs.
         self.promising = True
@@ -35,17 +43,43 @@ class Intake:
         """Take jobs for so many contexts, as if each had one; then wait for the bells if there were fewer."""
         if self.suspended or room <= 0:
             return []
-        claims: list[Claim] | None = []
+        claims: list[Claim] = []
         if self.promising:
             wanted = min(room, CLAIM_BATCH)
             executions = [uuid.uuid4().hex for _ in range(wanted)]
-            claims = self._scripts.claim(self._queues, self._worker, executions, time.time(), WORKER_TTL)
-            self.suspended = claims is None
-            self.promising = claims is None or len(claims) == wanted
+            found = self._scripts.claim(self._queues, self._worker, self._can, executions, time.time(), WORKER_TTL)
+            self.suspended = found is None
+            claims = found.claims if found else []
+            self.promising = found is None or len(claims) == wanted
+            for job in found.aside if found else ():
+                self._tell(job)
         if not self.promising:
             for doorbell in self.doorbells:
                 doorbell.arm()
-        return claims or []
+        return claims
+
+    def recall(self) -> None:
+        """Bring back what was set aside and can go on here."""
+        for queue in self._queues:
+            if back := self._scripts.recall(queue, self._can, self._grace):
+                logger.info("%d jobs that had been left aside go on here: %s", len(back), ", ".join(back))
+                self.ring()
+
+    def _tell(self, job: SetAside) -> None:
+        if job.reason == "schema":
+            logger.warning(
+                "%s: written by a newer version, which this one (schema %d) can't read; left for a newer worker",
+                job.job_id,
+                self._can.reader,
+            )
+        else:
+            logger.warning(
+                "%s: has tokens of other numerics than ours (%s); left for a worker of its own, if it prefers one for "
+                "%g s at most",
+                job.job_id,
+                self._can.numerics_id,
+                self._grace,
+            )
 
     def stop(self) -> None:
         """End the doorbells."""

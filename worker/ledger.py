@@ -47,6 +47,11 @@ class Ledger:
         return said and not any(job.dirty for job in self.jobs.values())
 
     @property
+    def run_ahead(self) -> int:
+        """Tokens that the server has not acknowledged, the most of any context."""
+        return max((job.run_ahead for job in self.jobs.values()), default=0)
+
+    @property
     def owned(self) -> list[Ownership]:
         """The fences of all jobs, those included whose end is not published yet."""
         return [job.ownership for job in self.jobs.values()] + [ending.ownership for ending in self._endings]
@@ -129,14 +134,15 @@ class Ledger:
     def _give_up(self, job: OwnedJob) -> None:
         """The server holds other tokens than we do. Its are the truth: let the job begin again from them."""
         logger.error("%s: the server holds other tokens than these", job.job_id)
-        self.release([job], crashed=True)
+        self.release([job], crashed=[job])
         self._on_lost(job)
 
-    def release(self, jobs: Iterable[OwnedJob], *, crashed: bool) -> None:
-        """Give jobs back to the front of the queue, for whoever comes."""
+    def release(self, jobs: Iterable[OwnedJob], *, crashed: Iterable[OwnedJob] = ()) -> None:
+        """Give jobs back to the front of the queue, for whoever comes; the engine died in a step of those `crashed`."""
         batch = [job for job in jobs if self.jobs.get(job.job_id) is job]
         if batch:
-            self._scripts.release(self._place.worker, [job.ownership for job in batch], crashed=crashed)
+            dead = {job.ownership for job in crashed}
+            self._scripts.release(self._place.worker, [job.ownership for job in batch], crashed=dead)
         for job in batch:
             del self.jobs[job.job_id]
             if job in self._unpinned:

@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgpack
 
@@ -94,6 +94,16 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Pause:
+    """Parent → child: no further step until `Resume`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Parent → child: step again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Parent → child: finish the step, say the last, exit."""
 
@@ -136,9 +146,9 @@ class Step:
     updates: Sequence[Sequence[Any]]
 
 
-Message = Load | Ready | LoadFailed | Add | Abort | Stop | Step
+Message = Load | Ready | LoadFailed | Add | Abort | Pause | Resume | Stop | Step
 
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Load, Ready, LoadFailed, Add, Abort, Stop, Step)}
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 _FIELDS = {kind: [field.name for field in fields(kind)] for kind in _KINDS.values()}
 
 

@@ -134,8 +134,9 @@ class OwnedJob:
     owners: list[str]
     numerics: list[str]
     resumes: int
-    #: Deaths of engines that held it, since it last made progress before this claim.
+    #: Deaths of engines in a step that held it, and of workers that owned it, since its last progress.
     crashes: int
+    lapses: int
     #: Unix time at which it has to be ended: its own deadline, or rq's timeout, which counts from the claim.
     due: float
     #: When the first token of this ownership was there.
@@ -145,8 +146,10 @@ class OwnedJob:
     def begin(cls, claim: Claim, request: EffectiveRequest, place: Place, now: float, *, resumed: bool) -> OwnedJob:
         """A job as it is right after its claim."""
         past = claim.contexts[0].fields if resumed else {}
-        numerics = _split(past.get("numerics", b""))
-        if place.numerics_id not in numerics:
+        # Tokens that are there were made by the last of them; where there are none yet, none counts.
+        begun = resumed and any(mirror.tokens for mirror in claim.contexts)
+        numerics = _split(past.get("numerics", b"")) if begun else []
+        if place.numerics_id not in numerics[-1:]:
             numerics.append(place.numerics_id)
         n = request.job.n
         contexts = [
@@ -160,10 +163,10 @@ class OwnedJob:
         ]
         owners = [*_split(past.get("owners", b"")), place.worker]
         resumes = int(past.get("resumes", 0)) + 1 if resumed else 0
-        crashes = int(claim.job.get("batonq_crashes", 0))
+        crashes, lapses = (int(claim.job.get(f"batonq_{name}", 0)) for name in ("crashes", "lapses"))
         deadline, timeout = request.job.deadline, int(claim.job.get("timeout", 0))
         due = min(math.inf if deadline is None else deadline / 1000, now + timeout if timeout > 0 else math.inf)
-        return cls(claim, request, now, contexts, owners, numerics, resumes, crashes, due)
+        return cls(claim, request, now, contexts, owners, numerics, resumes, crashes, lapses, due)
 
     @property
     def ownership(self) -> Ownership:
@@ -179,6 +182,17 @@ class OwnedJob:
     def dirty(self) -> bool:
         """Whether the server doesn't know all about it."""
         return any(context.dirty for context in self.contexts)
+
+    @property
+    def history(self) -> str:
+        """What happened to it before this claim, event by event, for an error's reader."""
+        lines = self.claim.job.get("batonq_history", b"").decode().splitlines()
+        return "; ".join(f"{event} by {worker}" for _, event, worker, *_ in map(str.split, lines))
+
+    @property
+    def run_ahead(self) -> int:
+        """Tokens of its contexts that the server has not acknowledged, the most of any."""
+        return max(len(context.tokens) - context.num_committed for context in self.contexts)
 
     @property
     def ended(self) -> bool:
@@ -208,9 +222,10 @@ class OwnedJob:
 
     def news(self, now: float) -> list[ContextCommit]:
         """What the server hasn't acknowledged."""
-        # Of a job that is under suspicion always with fields: with these the script also forgets the crashes.
+        # Of a job that is under suspicion always with fields: with these the script also forgets the deaths.
+        suspect = self.crashes or self.lapses
         return [
-            context.news(self.fields(context, now) if self.crashes or context.stale(now) else {})
+            context.news(self.fields(context, now) if suspect or context.stale(now) else {})
             for context in self.contexts
             if context.dirty
         ]

@@ -96,7 +96,8 @@ class Registration:
 
     def heartbeat(self, owned: list[Ownership]) -> None:
         """Renew the records of the worker and of what it runs."""
-        if not self._connection.hexists(self._key, "birth"):  # it expired in a long outage
+        birth, death = self._connection.hmget(self._key, "birth", "death")
+        if birth is None or death is not None:  # it expired in a long outage, or a neighbour took us for dead
             self.birth()
         now = time.time()
         with self._connection.pipeline(transaction=False) as pipeline:
@@ -132,7 +133,7 @@ class Registration:
         """Names of workers of these queues that are registered and whose process is known to be gone."""
         prefix = keys.worker("")
         members = self._connection.sunion([keys.workers_of_queue(queue) for queue in self._queues])
-        names = sorted(as_text(member).removeprefix(prefix) for member in members)
+        names = sorted({as_text(member).removeprefix(prefix) for member in members} - {self.name})
         identities = [(name, self._connection.hget(keys.worker(name), _PROCESS_FIELD)) for name in names]
         return [name for name, identity in identities if identity and _is_dead(as_text(identity))]
 

@@ -24,8 +24,10 @@ from batonq.producer.schema import FUNCTION, JOB_ID, ErrorInfo, PromptJob, error
 from batonq.worker.messages import pack_ids, unpack_ids
 from batonq.worker.scripts import Claim, Fields
 
-#: Major and minor version of the context hash. A minor only adds fields.
-CONTEXT_SCHEMA = "1.0"
+#: Version of the context's hash, and the least major version that a reader of it must know. A minor only adds fields
+#: that a reader may ignore, and a writer keeps those that it doesn't know. 1.1 added `min_reader` and `exact`.
+CONTEXT_SCHEMA = "1.1"
+CONTEXT_READER = 1
 
 
 class Frontend(Protocol):
@@ -65,7 +67,13 @@ class EffectiveRequest:
     def to_fields(self) -> Fields:
         """The part of the context's hash that pins the request."""
         request = {"input": pack_ids(self.input_token_ids), "sampling": self.sampling.model_dump(mode="json")}
-        return {"schema": CONTEXT_SCHEMA, "digest": self.digest, "request": msgpack.packb(request)}
+        return {
+            "schema": CONTEXT_SCHEMA,
+            "min_reader": CONTEXT_READER,
+            "digest": self.digest,
+            "exact": self.job.exact,
+            "request": msgpack.packb(request),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +111,8 @@ class RequestReader:
 
     def _pinned(self, claim: Claim, job: PromptJob, digest: str) -> EffectiveRequest:
         request = msgpack.unpackb(claim.contexts[0].fields["request"])
-        ids, sampling = tuple(unpack_ids(request["input"])), SamplingParams(**request["sampling"])
+        known = {name: value for name, value in request["sampling"].items() if name in SamplingParams.model_fields}
+        ids, sampling = tuple(unpack_ids(request["input"])), SamplingParams(**known)
         if self.limits.effective(ids, sampling) != sampling:
             raise EngineError(
                 "context_length_exceeded",

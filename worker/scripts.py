@@ -6,7 +6,7 @@ repeated after a lost reply. The sources are in `worker/lua/`; what they share w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
@@ -51,6 +51,30 @@ class Claim:
     queue: str
     job: dict[str, bytes]
     contexts: list[Mirror]
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a worker can carry on: tokens of which arithmetic, and contexts of which major version."""
+
+    numerics_id: str
+    reader: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """A job that was left for another worker: `reason` is "numerics" or "schema"."""
+
+    job_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What a claim brought, and what it met that this worker can't carry on."""
+
+    claims: list[Claim]
+    aside: list[SetAside]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +171,18 @@ def _hash(flat: Sequence[bytes]) -> dict[str, bytes]:
 
 #: The script files beside `producer/lua/job.lua` that make up each script.
 _FILES = {
-    "claim": ("claim",),
+    "claim": ("fitness", "claim"),
     "pin": ("pin",),
     "commit": ("outputs", "commit"),
     "finish": ("outputs", "finish"),
-    "release": ("release",),
+    "release": ("back", "release"),
+    "reap": ("back", "reap"),
+    "recall": ("fitness", "recall"),
     "settle": ("settle",),
     "sweep": ("sweep",),
 }
-#: Jobs that one sweep moves at most.
-_SWEEP_BATCH = 1000
+#: Jobs that one sweep moves at most, and that one recall looks at.
+_SWEEP_BATCH, _RECALL_BATCH = 1000, 64
 
 
 def _source(files: Sequence[str]) -> str:
@@ -212,16 +238,18 @@ class Scripts:
             return error
 
     def claim(
-        self, queues: Sequence[str], worker: str, executions: Sequence[str], now: float, ttl: int
-    ) -> list[Claim] | None:
+        self, queues: Sequence[str], worker: str, can: Abilities, executions: Sequence[str], now: float, ttl: int
+    ) -> Claims | None:
         """Take up to one job for each execution id, from the first queues first; None while rq is suspended.
 
         `ttl`: seconds that rq's records of an execution last.
         """
-        rows = self._call("claim", list(queues), worker, list(executions), iso(now), str(now), ttl)
-        if rows is None:
+        moments = (iso(now), str(now), ttl)
+        found = self._call("claim", list(queues), worker, list(executions), *moments, can.numerics_id, can.reader)
+        if found is None:
             return None
-        return [
+        rows, aside = found
+        claims = [
             Claim(
                 Ownership(job_id.decode(), execution.decode(), int(epoch)),
                 queue.decode(),
@@ -230,6 +258,15 @@ class Scripts:
             )
             for job_id, execution, epoch, queue, job, contexts in rows
         ]
+        return Claims(claims, [SetAside(job_id.decode(), reason.decode()) for job_id, reason in aside])
+
+    def recall(self, queue: str, can: Abilities, grace: float) -> list[str]:
+        """Bring back to the queue what was set aside and can go on here now; the ids.
+
+        After `grace` seconds aside, a job that only prefers its own numerics goes on with any.
+        """
+        found = self._call("recall", queue, can.numerics_id, can.reader, grace, _RECALL_BATCH)
+        return [job_id.decode() for job_id in found]
 
     def pin(self, batch: Sequence[tuple[Ownership, bool, Sequence[tuple[str, Fields]]]]) -> list[bool]:
         """Write the effective requests of new jobs: whether they stream, and their contexts. False where lost."""
@@ -267,10 +304,18 @@ class Scripts:
         ]
         return [Finished(*map(bool, flags)) for flags in self._call_each("finish", batch)]
 
-    def release(self, worker: str, batch: Sequence[Ownership], *, crashed: bool) -> list[bool]:
-        """Give jobs back to the front of their queues, in this order."""
-        entries = [[o.job_id, o.execution_id, o.epoch] for o in batch]
-        return [bool(done) for done in self._call("release", worker, crashed, entries)]
+    def release(self, worker: str, batch: Sequence[Ownership], *, crashed: Container[Ownership] = ()) -> list[bool]:
+        """Give jobs back to the front of their queues, in this order; of those `crashed`, the engine's death counts."""
+        entries = [[o.job_id, o.execution_id, o.epoch, o in crashed] for o in batch]
+        return [bool(done) for done in self._call("release", worker, entries)]
+
+    def reap(self, queue: str, worker: str, counter: str | None, members: Sequence[str] = ()) -> list[str] | None:
+        """Take over the jobs of a worker whose lease in `queue` is still `counter` (None: it has none); their ids.
+
+        `members` are `job id:execution id`s that are its beside those in its own set. None if the worker lives.
+        """
+        found = self._call("reap", queue, worker, False if counter is None else counter, list(members))
+        return None if found is None else [job_id.decode() for job_id in found]
 
     def settle(self, worker: str, default_ttl: int, losses: Sequence[Loss]) -> None:
         """Clear away what lost ownerships left behind."""

@@ -13,14 +13,14 @@ import math
 import selectors
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import redis
 from redis.exceptions import OutOfMemoryError, ReadOnlyError
 
 from batonq.engine.limits import Limits
-from batonq.producer.schema import FAILURE_TTL, ErrorInfo
+from batonq.producer.schema import ErrorInfo
 from batonq.worker.commands import Command, CommandListener
 from batonq.worker.doorbell import Doorbell
 from batonq.worker.endings import fail, refuse, succeed
@@ -28,21 +28,23 @@ from batonq.worker.engine_process import EngineProcess, start_engine
 from batonq.worker.feeder import Feeder
 from batonq.worker.followups import FollowUps
 from batonq.worker.intake import Intake
+from batonq.worker.lease import Lease
 from batonq.worker.ledger import Ledger
 from batonq.worker.messages import Ready, Stop
+from batonq.worker.neighbours import Neighbours
 from batonq.worker.owned import OwnedJob, Place
 from batonq.worker.registration import Registration
-from batonq.worker.requests import Frontend, RefusedJob, RequestReader
-from batonq.worker.scripts import Claim, Scripts
+from batonq.worker.requests import CONTEXT_READER, Frontend, RefusedJob, RequestReader
+from batonq.worker.scripts import Abilities, Claim, Scripts
 from batonq.worker.signals import StopRequests
+from batonq.worker.timing import Timing
 
 if TYPE_CHECKING:
     from _typeshed import HasFileno
 
-#: Seconds between commits of tokens and states.
-COMMIT_INTERVAL = 0.05
+#: Seconds between rq's heartbeats.
 HEARTBEAT_INTERVAL = 15.0
-#: Seconds between looks whether rq was suspended or resumed.
+#: Seconds between looks whether rq was suspended or resumed, and whether jobs that were set aside can go on.
 LOOK_INTERVAL = 1.0
 #: Seconds that the first subscription to commands may take.
 SUBSCRIBE_SECONDS = 10.0
@@ -50,8 +52,11 @@ SUBSCRIBE_SECONDS = 10.0
 RECONNECT_INTERVAL = 1.0
 #: Seconds that a stopping engine has for its last step.
 STOP_SECONDS = 30.0
-#: A job that was in the engine at this many of its deaths, without progress in between, is failed.
-MAX_CRASHES = 3
+#: A job that was in a step at this many deaths of engines, without progress in between, is failed: the first time it
+#: was in company, then alone. So is one that was owned by this many workers that vanished.
+MAX_CRASHES, MAX_LAPSES = 3, 10
+#: Tokens of a context that may wait for a server that can't be reached; then the engine is paused.
+MAX_RUN_AHEAD = 64
 
 #: The server is away, or can't be written to for now: what was to be said is kept and said later.
 OUTAGE = (redis.ConnectionError, redis.TimeoutError, OutOfMemoryError, ReadOnlyError)
@@ -75,6 +80,7 @@ class WorkerOptions:
     burst: bool = False
     #: Run the functions that jobs name as their callbacks.
     allow_callbacks: bool = False
+    timing: Timing = field(default_factory=Timing)
 
 
 def run_worker(options: WorkerOptions) -> None:
@@ -84,7 +90,8 @@ def run_worker(options: WorkerOptions) -> None:
     can't be reached at the start.
     """
     with StopRequests() as stops:
-        connection = redis.Redis.from_url(options.redis_url, socket_timeout=10)
+        # Shorter than a lease, so that a worker that is cut off comes round to stopping before it is over.
+        connection = redis.Redis.from_url(options.redis_url, socket_timeout=options.timing.lease / 4)
         connection.ping()
         started = start_engine(options.engine, options.engine_options, stops)
         if started is None:
@@ -111,7 +118,14 @@ class Worker:
         self._stops = stops
         self._scripts = Scripts(connection)
         self._registration = Registration(connection, options.name, options.queues)
-        self._intake = Intake(self._scripts, options.redis_url, options.name, options.queues)
+        self._lease = Lease(options.redis_url, options.name, options.queues, options.timing.lease)
+        self._neighbours = Neighbours(
+            connection, self._scripts, self._registration, options.queues, options.timing.lease
+        )
+        can = Abilities(ready.numerics_id, CONTEXT_READER)
+        self._intake = Intake(
+            self._scripts, options.redis_url, options.name, options.queues, can, options.timing.exact_grace
+        )
         self._commands = CommandListener(options.redis_url, options.name)
         self._follow_ups = FollowUps(connection, options.name, options.queues, allow_callbacks=options.allow_callbacks)
         self._feeder = Feeder(engine)
@@ -127,8 +141,9 @@ class Worker:
         self._num_followed = 0
         self._stop_deadline = 0.0
         self._next_commit = self._next_heartbeat = self._next_look = self._next_contact = 0.0
+        self._next_neighbours = 0.0
         self._selector = selectors.DefaultSelector()
-        sources: list[HasFileno] = [*self._intake.doorbells, self._commands, stops, engine]
+        sources: list[HasFileno] = [*self._intake.doorbells, self._commands, self._lease, stops, engine]
         for source in sources:
             self._selector.register(source, selectors.EVENT_READ)
 
@@ -137,16 +152,19 @@ class Worker:
         self._feeder.engine.end(0)
         self._intake.stop()
         self._commands.stop()
+        self._lease.stop()
         self._selector.close()
 
     def run(self) -> None:
         """Serve the queues until told to stop or, in burst mode, done; then give back what is not finished."""
         self._commands.await_subscribed(SUBSCRIBE_SECONDS)
+        self._lease.start()
         self._registration.birth()
         logger.info("worker %s serves %s", self._options.name, ", ".join(self._options.queues))
         while not self._stops.count and not self._done():
             self._sleep()
             self._hear_engine()
+            self._restrain_engine()
             self._obey()
             self._contact_server()
             if self._feeder.engine.gone:
@@ -165,13 +183,13 @@ class Worker:
 
     def _sleep(self) -> None:
         now = time.monotonic()
-        due = min(self._next_heartbeat, self._next_look)
+        due = min(self._next_heartbeat, self._next_look, self._next_neighbours)
         if self._ledger.jobs or not self._ledger.settled:
             due = min(due, self._next_commit)
         if self._intake.promising and not self._intake.suspended and self._room > 0:
             due = now
         for key, _ in self._selector.select(max(0.0, max(due, self._next_contact) - now)):
-            if isinstance(key.fileobj, Doorbell | EngineProcess | CommandListener):
+            if isinstance(key.fileobj, Doorbell | EngineProcess | CommandListener | Lease):
                 key.fileobj.clear()
             if isinstance(key.fileobj, Doorbell):
                 self._intake.ring()
@@ -218,16 +236,22 @@ class Worker:
             if self._next_contact:
                 self._after_outage()
             if now >= self._next_commit:
-                self._next_commit = now + COMMIT_INTERVAL
+                self._next_commit = now + self._options.timing.commit_interval
                 self._end_overdue()
                 self._flush()
+                if self._lease.held:  # and what of it others have taken is known since the flush
+                    self._feeder.resume()
             if now >= self._next_look:
                 self._next_look = now + LOOK_INTERVAL
                 self._intake.suspended = self._registration.suspended()
+                self._intake.recall()
             if now >= self._next_heartbeat:
                 self._next_heartbeat = now + HEARTBEAT_INTERVAL
                 self._registration.heartbeat(self._ledger.owned)
-                self._recover()
+            if now >= self._next_neighbours:
+                self._next_neighbours = now + self._neighbours.interval
+                if self._neighbours.look():
+                    self._intake.ring()
             self._claim()
             self._registration.show(self._state)
         except OUTAGE as error:
@@ -260,24 +284,16 @@ class Worker:
         owned = set(self._ledger.owned)
         executions = self._registration.executions_of(self._options.name)
         strays = [stray.ownership for stray in executions if stray.ownership not in owned]
-        self._scripts.release(self._options.name, strays, crashed=False)
+        self._scripts.release(self._options.name, strays)
         self._next_contact = 0.0
-
-    def _recover(self) -> None:
-        """Give back what dead workers of this machine still own."""
-        for name in self._registration.dead_on_this_machine():
-            left = self._registration.executions_of(name)
-            released = self._scripts.release(name, [loss.ownership for loss in left], crashed=False)
-            self._scripts.settle(name, FAILURE_TTL, left)
-            self._registration.bury(name)
-            self._intake.ring()
-            logger.warning("worker %s is dead; %d of its jobs are queued again", name, sum(released))
 
     @property
     def _room(self) -> int:
         return self._capacity - self._ledger.num_contexts
 
     def _claim(self) -> None:
+        if not self._lease.held:
+            return
         claims = self._intake.claim(self._room)
         if not claims:
             return
@@ -290,7 +306,7 @@ class Worker:
                 surplus.append(claim.ownership)
         if surplus:
             self._intake.ring()
-            self._scripts.release(self._options.name, surplus, crashed=False)
+            self._scripts.release(self._options.name, surplus)
 
     def _take_in(self, claim: Claim) -> None:
         """Read a claimed job and line it up, or end it here if it can't be run."""
@@ -304,8 +320,11 @@ class Worker:
         self._ledger.begin(job, pinned=pinned)
         error = job.overdue(now)
         if job.crashes >= MAX_CRASHES:
-            message = f"the engine died {job.crashes} times while it ran this job"
+            message = f"the engine died {job.crashes} times while it ran this job; {job.history}"
             error = ErrorInfo(code="engine_crashed", message=message)
+        elif job.lapses >= MAX_LAPSES:
+            message = f"{job.lapses} workers vanished while they owned this job; {job.history}"
+            error = ErrorInfo(code="worker_lost", message=message)
         if error is None:
             self._feeder.put(job)
         else:
@@ -321,17 +340,26 @@ class Worker:
             elif job.ended:
                 self._ledger.end(succeed(job, self._place, time.time()))
 
+    def _restrain_engine(self) -> None:
+        """Pause an engine that is too far ahead of the server or may have lost its jobs; kill one that hangs."""
+        if not self._lease.held or (self._next_contact and self._ledger.run_ahead > MAX_RUN_AHEAD):
+            self._feeder.pause()
+        if (seconds := self._feeder.silent_seconds) > self._options.timing.step_timeout:
+            logger.error("the engine has not finished a step for %.1f s; it is killed", seconds)
+            self._feeder.engine.kill()
+
     def _replace_engine(self) -> None:
         """The engine's process died: give back what it held, and start another."""
         dead = self._feeder
         self._selector.unregister(dead.engine)
         status = dead.engine.end()
-        logger.error("the engine died with status %d; its %d contexts are queued again", status, len(dead.inside))
+        logger.error("the engine died with status %d; its %d jobs are queued again", status, len(dead.inside))
+        suspects = [] if self._killed_on_request else dead.in_step
+        self._killed_on_request = False
         self._insist(self._flush)
-        # Those that only waited go in front: suspects run alone and would hold them up.
-        crashed, self._killed_on_request = not self._killed_on_request, False
-        self._insist(lambda: self._ledger.release(dead.inside, crashed=crashed))
-        self._insist(lambda: self._ledger.release(dead.waiting, crashed=False))
+        # Others go in front: suspects run alone and would hold them up.
+        self._insist(lambda: self._ledger.release(suspects, crashed=suspects))
+        self._insist(lambda: self._ledger.release([*dead.inside, *dead.waiting]))
         self._intake.ring()
         started = start_engine(self._options.engine, self._options.engine_options, self._stops)
         if started is not None:
@@ -376,7 +404,7 @@ class Worker:
             self._hear_engine()
         self._insist(self._flush)
         rest = list(self._ledger.jobs.values())
-        self._insist(lambda: self._ledger.release(rest, crashed=False))
+        self._insist(lambda: self._ledger.release(rest))
         self._follow_ups.stop(max(0.0, min(STOP_SECONDS, self._time_to_stop())))
         self._insist(self._registration.death)
         logger.info("worker %s stopped; %d unfinished jobs are queued again", self._options.name, len(rest))

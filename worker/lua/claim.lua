@@ -1,17 +1,32 @@
 -- Take up to n queued jobs, from the first of the queues that has any, in order.
--- Args: prefix, queues, worker, execution ids (n of them), now (ISO), now (Unix), ttl.
--- Returns false while rq is suspended; else for each {id, execution, epoch, queue, job hash, contexts}, where contexts
--- are what earlier owners left: {context hash, committed tokens, their log probabilities}.
+-- Args: prefix, queues, worker, execution ids (n of them), now (ISO), now (Unix), ttl, numerics, reader.
+-- Returns false while rq is suspended; else {jobs, aside}. For each job {id, execution, epoch, queue, job hash, contexts},
+-- where contexts are what earlier owners left: {context hash, committed tokens, their log probabilities}. Aside are jobs
+-- that this worker can't carry on, {id, why}: they leave the queue until somebody recalls them.
 -- An id whose job is gone, canceled, done or running is dropped: a queue may hold an id twice.
-local _, queues, worker, executions, now_iso, now, ttl = unpack(args)
+local _, queues, worker, executions, now_iso, now, ttl, numerics, reader = unpack(args)
 if redis.call('EXISTS', key('suspended')) == 1 then return false end
+
+local aside = {}
+
+-- Whether a job is to be claimed. One that this worker can't carry on is set aside. Of a job that has ended and was
+-- queued again, nothing of before counts any more.
+local function wanted(id, queue)
+  local held = redis.call('HMGET', job_key(id), 'status', 'batonq_ended_by')
+  if held[1] ~= 'queued' then return false end
+  local reason = not held[2] and unfit(id, numerics, reader)
+  if not reason then return true end
+  redis.call('ZADD', key('batonq', 'aside', queue), redis.call('TIME')[1], id)
+  aside[#aside + 1] = {id, reason}
+  return false
+end
 
 local function pop()
   for _, queue in ipairs(queues) do
     local id
     repeat
       id = redis.call('LPOP', key('queue', queue))
-    until not id or redis.call('HGET', job_key(id), 'status') == 'queued'
+    until not id or wanted(id, queue)
     if id then return id, queue end
   end
 end
@@ -38,6 +53,7 @@ for _, execution in ipairs(executions) do
   local epoch = redis.call('HINCRBY', job, 'batonq_epoch', 1)
   redis.call('HSET', job, 'status', 'started', 'started_at', now_iso, 'last_heartbeat', now_iso,
              'worker_name', worker, 'origin', queue, 'batonq_execution', execution)
+  redis.call('HDEL', job, 'batonq_any')
   for _, name in ipairs({job, key('results', id), key('job', id, 'dependents'), key('job', '', id, 'dependencies')}) do
     redis.call('PERSIST', name)
   end
@@ -63,4 +79,4 @@ for _, execution in ipairs(executions) do
 
   claimed[#claimed + 1] = {id, execution, epoch, queue, redis.call('HGETALL', job), mirrors(id)}
 end
-return claimed
+return {claimed, aside}

@@ -20,7 +20,7 @@ local function write(id, context, from, tokens, length, more)
   if #logprobs > 0 then redis.call('SETRANGE', lp_key(context), from * (#logprobs / count), logprobs) end
   write_entries(context, length, entries)
   if #fields > 0 then redis.call('HSET', ctx_key(context), unpack(fields)) end
-  if count > 0 then redis.call('HDEL', job_key(id), 'batonq_crashes') end
+  if count > 0 then redis.call('HDEL', job_key(id), 'batonq_crashes', 'batonq_lapses') end
 end
 
 -- The contexts stand in the batch from `first` to `last`, four elements each.

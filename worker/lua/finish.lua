@@ -26,7 +26,7 @@ local function try_again(left)
   local intervals = cjson.decode(redis.call('HGET', job, 'retry_intervals') or '[]')
   local interval = intervals[math.max(#intervals - left, 0) + 1] or 0
   redis.call('HSET', job, 'retries_left', left - 1, 'worker_name', '', 'ended_at', ended, 'batonq_retried_by', execution)
-  redis.call('HDEL', job, 'batonq_execution', 'batonq_crashes')
+  redis.call('HDEL', job, 'batonq_execution', 'batonq_crashes', 'batonq_lapses')
   for _, context in ipairs(contexts_of(id)) do show(context, 'PREEMPTED') end
   if interval > 0 then
     redis.call('HSET', job, 'status', 'scheduled')
