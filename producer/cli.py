@@ -17,6 +17,9 @@ COMMANDS = {
     "run": ("batonq.producer.commands:run", "Run every row of a JSONL file, and resume where it was stopped."),
     "submit": ("batonq.producer.commands:submit", "Put one prompt on the queue, and wait for its text if asked."),
     "workers": ("batonq.producer.commands:workers", "List the workers, and what they are doing."),
+    "contexts": ("batonq.producer.inspection_commands:contexts", "List the contexts: state, owner, tokens, age."),
+    "context": ("batonq.producer.inspection_commands:context", "Show one context, and its history."),
+    "jobs": ("batonq.producer.inspection_commands:jobs", "Count the jobs; list dead ones, and send them back."),
     "worker": ("batonq.worker.cli:worker", "Serve a model: take jobs from Redis until told to stop."),
 }
 

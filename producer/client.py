@@ -39,6 +39,8 @@ BATCH = 256
 
 #: rq's statuses of jobs that have ended.
 ENDED = frozenset({"finished", "failed", "stopped", "canceled"})
+#: Those of jobs that lie in rq's failed registry, and may be sent back to their queues.
+DEAD = frozenset({"failed", "stopped"})
 
 #: One blocking read, in seconds; shorter than any sensible socket timeout.
 _BLOCK_SECONDS = 1.0
@@ -63,6 +65,7 @@ class Producer:
         self.queue = queue
         self._queues: dict[str, Queue] = {}
         self._cancel = self.connection.register_script(_source("job") + _source("cancel"))
+        self._requeue = self.connection.register_script(_source("job") + _source("requeue"))
 
     def submit(self, job: PromptJob | None = None, /, *, queue: str | None = None, **fields: Any) -> str:
         """Enqueue one job, given whole or as PromptJob's and SamplingParams' fields side by side; return its id.
@@ -185,6 +188,28 @@ class Producer:
         if limit:
             RateLimitRegistry(limit.decode(), self.connection).cancel(job_id)
         return before.decode() not in ENDED
+
+    def requeue(self, ids: Iterable[str]) -> list[str]:
+        """Send jobs that have failed or were stopped back to their queues; return the ids of those that went.
+
+        They begin anew, and their deaths are forgotten. Jobs in any other status, and unknown ids, are left out.
+        """
+        requeued: list[str] = []
+        for batch in _batches(ids):
+            moment = now()
+            with self.connection.pipeline(transaction=False) as pipe:
+                for job_id in batch:
+                    arguments = [keys.PREFIX, job_id, utcformat(moment), str(moment.timestamp())]
+                    self._requeue(args=[msgpack.packb(arguments, use_bin_type=False)], client=pipe)
+                    pipe.hget(keys.job(job_id), "rate_limit_key")
+                replies = pipe.execute()
+            for job_id, before, limit in zip(batch, replies[::2], replies[1::2], strict=True):
+                if before is not None and before.decode() in DEAD:
+                    requeued.append(job_id)
+                    if limit:
+                        registry = RateLimitRegistry(limit.decode(), self.connection)
+                        registry.acquire_and_enqueue(registry.concurrency)
+        return requeued
 
     def _fields_of(self, job_id: str) -> dict[str, Any]:
         """The fields of the PromptJob that a job carries; none if it carries something else."""

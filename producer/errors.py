@@ -41,6 +41,13 @@ class JobNotFoundError(ProducerError):
         super().__init__("job_not_found", f"there is no job {job_id}", job_id=job_id)
 
 
+class ContextNotFoundError(ProducerError):
+    """Redis knows neither a context nor a job of this id: it never was, was deleted, or is older than its TTL."""
+
+    def __init__(self, context_id: str) -> None:
+        super().__init__("context_not_found", f"there is no context or job {context_id}", context_id=context_id)
+
+
 class ResultTimeoutError(ProducerError):
     """The job had not ended when the wait was over. It goes on; ask again."""
 

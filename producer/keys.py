@@ -10,6 +10,7 @@ from rq.defaults import RQ_KEY_PREFIX
 
 PREFIX = RQ_KEY_PREFIX
 
+QUEUES = f"{PREFIX}:queues"
 WORKERS = f"{PREFIX}:workers"
 SUSPENDED = f"{PREFIX}:suspended"
 
@@ -52,6 +53,11 @@ def canceled(queue_name: str) -> str:
 def scheduled(queue_name: str) -> str:
     """Sorted set of job ids to be queued later, scored by when."""
     return f"{PREFIX}:scheduled:{queue_name}"
+
+
+def deferred(queue_name: str) -> str:
+    """Sorted set of ids of jobs that wait for other jobs."""
+    return f"{PREFIX}:deferred:{queue_name}"
 
 
 def execution(job_id: str, execution_id: str) -> str:

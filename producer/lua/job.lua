@@ -50,6 +50,14 @@ local function drop_execution(id, execution, queue, worker)
   redis.call('SREM', key('worker', worker, 'executions'), member)
 end
 
+-- Let a job wait for a slot of its rate limit, as rq does.
+local function hold_back(id, limit, now)
+  redis.call('SADD', key('rl-keys'), limit)
+  redis.call('HSET', key('rl', limit), 'concurrency', redis.call('HGET', job_key(id), 'rate_limit_concurrency'))
+  redis.call('ZADD', key('rl', limit, 'rate_limited'), now, id)
+  redis.call('HSET', job_key(id), 'status', 'rate_limited')
+end
+
 local function committed_tokens(context) return redis.call('STRLEN', tok_key(context)) / 4 end
 
 -- Mark the end of a context's stream, once. The mark's id is {tokens}-1, after the last entry of text.

@@ -11,19 +11,12 @@ local function enqueue(id, job)
   redis.call(front and 'LPUSH' or 'RPUSH', key('queue', queue), id)
 end
 
-local function hold_back(id, job, limit)
-  redis.call('SADD', key('rl-keys'), limit)
-  redis.call('HSET', key('rl', limit), 'concurrency', redis.call('HGET', job, 'rate_limit_concurrency'))
-  redis.call('ZADD', key('rl', limit, 'rate_limited'), now, id)
-  redis.call('HSET', job, 'status', 'rate_limited')
-end
-
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('scheduled', queue), 0, now, 'LIMIT', 0, most)) do
   local job = job_key(id)
   redis.call('ZREM', key('scheduled', queue), id)
   if redis.call('HGET', job, 'status') == 'scheduled' then
     local limit = redis.call('HGET', job, 'rate_limit_key')
-    if limit and limit ~= '' then hold_back(id, job, limit) else enqueue(id, job) end
+    if limit and limit ~= '' then hold_back(id, limit, now) else enqueue(id, job) end
   end
 end
 
