@@ -50,9 +50,8 @@ class StepLog:
         os.write(self._fd, "".join(lines).encode())
 
 
-def read(directory: Path) -> Iterator[Sample]:
-    """All samples of all processes."""
-    for path in sorted(directory.iterdir()):
-        for line in path.read_text().splitlines():
-            at, context_id, position, token_id = line.split(" ")
-            yield Sample(float(at), context_id, int(position), int(token_id))
+def read(path: Path) -> Iterator[Sample]:
+    """The samples of one process."""
+    for line in path.read_text().splitlines():
+        at, context_id, position, token_id = line.split(" ")
+        yield Sample(float(at), context_id, int(position), int(token_id))

@@ -56,6 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mistral-long": _GQA2 | {"model_type": "mistral", "sliding_window": 75, "rope_parameters": LINEAR_ROPE},
     "long": _MQA6 | {"head_dim": 32, "max_position_embeddings": 1024},
     "long-windows": _GQA2 | {"model_type": "mistral", "sliding_window": 300, "max_position_embeddings": 1024},
+    "bytes": _GQA2 | {"vocab_size": 257, "max_position_embeddings": 2048},
     "mistral-full": _GQA2 | {"model_type": "mistral", "sliding_window": None, "head_dim": 10},
 }
 
