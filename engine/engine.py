@@ -71,6 +71,8 @@ class ModelSpec:
     numerics_id: str
     #: Digest of all that makes KV differ; the root of block names.
     namespace: bytes
+    #: Names the weights by their content; empty if nobody knows it.
+    weights_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,7 @@ def load_engine(options: dict[str, Any]) -> tuple[Engine[npt.NDArray[np.float32]
         bytes_per_block=cache.bytes_per_block,
         numerics_id=backend.numerics_id,
         namespace=_namespace(model, backend.numerics_id, backend.layout_id),
+        weights_id=model.weights_digest.hex(),
     )
     sampler = PlanSampler(eos, _sampling_arithmetic(backend))
     engine = Engine(spec, wanted.config, BackendRunner(backend), sampler, frontend, frontend.vocabulary)

@@ -98,7 +98,7 @@ class JobLives(RuleBasedStateMachine):
         self.count += count
         listed = {m.decode() for m in self.connection.lrange(self.queue.key, 0, -1)}
         queued = [job for job_id, job in self.jobs.items() if job.status == "queued" and job_id in listed]
-        found = self.scripts.claim([QUEUE], worker, Abilities(WORKERS[worker], 1), executions, time.time(), 480)
+        found = self.scripts.claim([QUEUE], worker, Abilities(WORKERS[worker], "", 1), executions, time.time(), 480)
         assert found is not None
         assert len(found.claims) == min(count, sum(job.fits(worker) for job in queued))
         for left in found.aside:
@@ -183,7 +183,7 @@ class JobLives(RuleBasedStateMachine):
             1.0,
             600,
             "client",
-            [ContextEnd(claim.ownership.job_id, {"state": "FINISHED"})],
+            [ContextEnd(claim.ownership.job_id, 0, {"state": "FINISHED"})],
         )
         mine = owned or job.ended_by == claim.ownership.execution_id
         for _ in range(1 + repeat):
@@ -228,7 +228,7 @@ class JobLives(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(list(WORKERS)), grace=st.sampled_from([0, 3600]))
     def recall(self, worker: str, grace: int) -> None:
-        back = set(self.scripts.recall(QUEUE, Abilities(WORKERS[worker], 1), grace))
+        back = set(self.scripts.recall(QUEUE, Abilities(WORKERS[worker], "", 1), grace))
         for job_id, job in self.jobs.items():
             waits = job.aside and job.status == "queued"
             tolerated = grace == 0 and not job.exact

@@ -253,7 +253,7 @@ def test_repeated_commits_write_no_entry_twice(valkey: EmbeddedServer, producer:
     commit(0, entry(0, 3), entry(3, 5))
     commit(3, entry(3, 5))
     last = StreamEntry(7, {"text": "end", "finish_reason": "stop"}, last=True)
-    contexts = [ContextEnd(job_id, {"state": "FINISHED"}, [entry(3, 5), entry(5, 7), last])]
+    contexts = [ContextEnd(job_id, 3, {"state": "FINISHED"}, [entry(3, 5), entry(5, 7), last])]
     ending = Ending(owner, QUEUE, "w", "finished", {"type": 1}, 0.0, 0.0, 600, None, contexts)
     for _ in range(2):
         assert scripts.finish([ending]) == [Finished(done=True, retried=False, follow_up=False)]

@@ -216,6 +216,7 @@ def load(channel: Channel, message: Load) -> Engine[Any] | None:
             limits.vocab_size,
             engine.config.max_num_seqs,
             engine.spec.numerics_id,
+            engine.spec.weights_id,
         )
     )
     return engine  # type: ignore[no-any-return]

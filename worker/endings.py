@@ -132,7 +132,7 @@ def _failure(
         ended - started,
         FAILURE_TTL,
         client_id,
-        [ContextEnd(context_id, fields) for context_id, fields in contexts],
+        [ContextEnd(context_id, 0, fields) for context_id, fields in contexts],
         (error.code, error.message),
         transient=status == "failed" and error.code in TRANSIENT,
     )

@@ -72,6 +72,12 @@ class Intake:
                 job.job_id,
                 self._can.reader,
             )
+        elif job.reason == "weights":
+            logger.warning(
+                "%s: has tokens that other weights made than ours; left for a worker that has them, for %g s",
+                job.job_id,
+                self._grace,
+            )
         else:
             logger.warning(
                 "%s: has tokens of other numerics than ours (%s); left for a worker of its own, if it prefers one for "

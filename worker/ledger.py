@@ -117,7 +117,7 @@ class Ledger:
                 names = [context.context_id for context in ending.contexts]
                 self._losses.append(Loss(ending.ownership, ending.queue, names, ending.client_id))
             elif outcome.retried:
-                logger.warning("%s: failed, and will be tried again", job_id)
+                logger.warning("%s: did not end well, and is queued again", job_id)
                 queued_again = True
             elif outcome.follow_up:
                 self.follow_ups.append((ending.queue, job_id))

@@ -36,7 +36,7 @@ def pack_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_ids(packed: bytes) -> list[int]:
-    """Inverse of `pack_ids`."""
+    """Inverse of `pack_ids`; struct.error if it can't be that."""
     return list(struct.unpack(f"<{len(packed) // 4}I", packed))
 
 
@@ -58,6 +58,7 @@ class Ready:
     vocab_size: int
     max_num_seqs: int
     numerics_id: str
+    weights_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,12 @@ MIRROR_INTERVAL = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where results come from: the worker, what it serves and how it computes."""
+    """Where results come from: the worker, what it serves, and with which arithmetic and weights."""
 
     worker: str
     model: str
     numerics_id: str
+    weights_id: str
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +96,7 @@ class OwnedContext:
 
     def end(self, fields: Fields) -> ContextEnd:
         """Its part of the job's end."""
-        return ContextEnd(self.context_id, fields, self._stream() if self.streaming else ())
+        return ContextEnd(self.context_id, self.num_committed, fields, self._stream() if self.streaming else ())
 
     def acknowledge(self, now: float) -> None:
         """The server has all that `news` said last, at `now`."""
@@ -249,6 +250,7 @@ class OwnedJob:
                 "job_id": self.job_id,
                 "index": index,
                 "model_id": place.model,
+                "weights": place.weights_id,
                 "queue": self.claim.queue,
                 "client_id": self.request.job.client_id or "",
                 "priority": self.request.job.priority,

@@ -8,6 +8,7 @@ depends on its own templates, limits or dice.
 from __future__ import annotations
 
 import hashlib
+import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import msgpack
 from pydantic import ValidationError
 
+from batonq.engine import logprobs
 from batonq.engine.errors import EngineError
 from batonq.engine.limits import Limits, effective_request
 from batonq.engine.sampling_params import SamplingParams
@@ -83,6 +85,7 @@ class RequestReader:
     served_model_name: str
     frontend: Frontend
     limits: Limits
+    weights_id: str
 
     def read(self, claim: Claim) -> tuple[EffectiveRequest, bool]:
         """The effective request, and whether an earlier owner had pinned it. Raises RefusedJob."""
@@ -97,7 +100,7 @@ class RequestReader:
                 raise EngineError(
                     "model_not_found", f"{job.model} is not served here, {self.served_model_name} is", "model"
                 )
-            if claim.contexts[0].fields.get("digest", b"").decode() == digest:
+            if self._begun(claim, digest):
                 return self._pinned(claim, job, digest), True
             ids, sampling = effective_request(self.limits, self.frontend, self._encode(job), job.sampling)
             return EffectiveRequest(job, digest, ids, sampling), False
@@ -109,10 +112,25 @@ class RequestReader:
             return self.frontend.encode_chat([message.model_dump(exclude_none=True) for message in job.messages])
         return self.frontend.encode(job.prompt) if job.prompt is not None else job.token_ids or ()
 
+    def _begun(self, claim: Claim, digest: str) -> bool:
+        """Whether an earlier owner pinned this very job, so that it can be carried on; else it begins anew."""
+        fields = claim.contexts[0].fields
+        if fields.get("digest") != digest.encode():
+            return False
+        if fields.get("weights", self.weights_id.encode()) == self.weights_id.encode():
+            return True
+        if any(context.tokens for context in claim.contexts):
+            message = f"the job has tokens that other weights of {self.served_model_name} made, and no worker has these"
+            raise EngineError("model_changed", message, "model")
+        return False
+
     def _pinned(self, claim: Claim, job: PromptJob, digest: str) -> EffectiveRequest:
-        request = msgpack.unpackb(claim.contexts[0].fields["request"])
-        known = {name: value for name, value in request["sampling"].items() if name in SamplingParams.model_fields}
-        ids, sampling = tuple(unpack_ids(request["input"])), SamplingParams(**known)
+        try:
+            ids, sampling = self._read_request(claim)
+            self._check_outputs(claim, sampling)
+        except (ValueError, TypeError, KeyError, AttributeError, struct.error, msgpack.UnpackException) as error:
+            message = f"what Redis holds of the job's contexts can't be read: {type(error).__name__}: {error}"
+            raise EngineError("unreadable_context", message) from error
         if self.limits.effective(ids, sampling) != sampling:
             raise EngineError(
                 "context_length_exceeded",
@@ -120,6 +138,29 @@ class RequestReader:
                 f"{self.limits.max_model_len} and its cache {self.limits.kv_cache_tokens}",
             )
         return EffectiveRequest(job, digest, ids, sampling)
+
+    def _read_request(self, claim: Claim) -> tuple[tuple[int, ...], SamplingParams]:
+        request = msgpack.unpackb(claim.contexts[0].fields["request"])
+        known = {name: value for name, value in request["sampling"].items() if name in SamplingParams.model_fields}
+        ids = tuple(unpack_ids(request["input"]))
+        if not all(token < self.limits.vocab_size for token in ids):
+            raise ValueError(f"an input token of {max(ids)}, where the vocabulary has {self.limits.vocab_size}")
+        return ids, SamplingParams(**known)
+
+    def _check_outputs(self, claim: Claim, sampling: SamplingParams) -> None:
+        """Raises ValueError or struct.error for what no worker would have written."""
+        for context in claim.contexts:
+            ids = unpack_ids(context.tokens)
+            if len(ids) > (sampling.max_tokens or 0):
+                raise ValueError(f"{len(ids)} tokens, where at most {sampling.max_tokens} were asked for")
+            if not all(token < self.limits.vocab_size for token in ids):
+                raise ValueError(f"an output token of {max(ids)}, where the vocabulary has {self.limits.vocab_size}")
+            entries = [] if sampling.logprobs is None else logprobs.unpack(context.logprobs, sampling.logprobs)
+            if sampling.logprobs is not None and [entry.token_id for entry in entries] != ids:
+                raise ValueError(f"log probabilities of {len(entries)} tokens for {len(ids)} others")
+        int(claim.contexts[0].fields.get("resumes", 0))
+        for name in ("owners", "numerics"):
+            claim.contexts[0].fields.get(name, b"").decode()
 
 
 def _job_data(claim: Claim) -> bytes:

@@ -55,15 +55,20 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a worker can carry on: tokens of which arithmetic, and contexts of which major version."""
+    """What a worker can carry on: tokens of which arithmetic and weights, and contexts of which major version."""
 
     numerics_id: str
+    weights_id: str
     reader: int
+
+    def to_wire(self) -> tuple[str, str, int]:
+        """As the scripts read it."""
+        return self.numerics_id, self.weights_id, self.reader
 
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """A job that was left for another worker: `reason` is "numerics" or "schema"."""
+    """A job that was left for another worker: `reason` is "numerics", "weights" or "schema"."""
 
     job_id: str
     reason: str
@@ -100,9 +105,10 @@ class ContextCommit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ContextEnd:
-    """How a context of a job that has output ends."""
+    """How a context of a job ends; `acknowledged` are the tokens that the server is known to have."""
 
     context_id: str
+    acknowledged: int
     fields: Fields
     entries: Sequence[StreamEntry] = ()
 
@@ -129,7 +135,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What became of an ending: published at all, or put off to the next try; and whether something has to follow."""
+    """What became of an ending: published at all, or the job queued again; and whether something has to follow."""
 
     done: bool
     retried: bool
@@ -174,7 +180,7 @@ _FILES = {
     "claim": ("fitness", "claim"),
     "pin": ("pin",),
     "commit": ("outputs", "commit"),
-    "finish": ("outputs", "finish"),
+    "finish": ("outputs", "back", "finish"),
     "release": ("back", "release"),
     "reap": ("back", "reap"),
     "recall": ("fitness", "recall"),
@@ -202,6 +208,10 @@ class Scripts:
         self._scripts = {name: connection.register_script(_source(files)) for name, files in _FILES.items()}
         #: Past the client, whose layers take longer than the commit of many contexts.
         self._line: Any = None
+
+    def sha(self, name: str) -> str:
+        """The digest that names a script to the server."""
+        return str(self._scripts[name].sha)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         return self._call_each(name, [arguments])[0]
@@ -245,7 +255,7 @@ class Scripts:
         `ttl`: seconds that rq's records of an execution last.
         """
         moments = (iso(now), str(now), ttl)
-        found = self._call("claim", list(queues), worker, list(executions), *moments, can.numerics_id, can.reader)
+        found = self._call("claim", list(queues), worker, list(executions), *moments, can.to_wire())
         if found is None:
             return None
         rows, aside = found
@@ -263,9 +273,10 @@ class Scripts:
     def recall(self, queue: str, can: Abilities, grace: float) -> list[str]:
         """Bring back to the queue what was set aside and can go on here now; the ids.
 
-        After `grace` seconds aside, a job that only prefers its own numerics goes on with any.
+        After `grace` seconds aside, a job that only prefers its own numerics goes on with any, and one of other weights
+        comes back to be failed.
         """
-        found = self._call("recall", queue, can.numerics_id, can.reader, grace, _RECALL_BATCH)
+        found = self._call("recall", queue, can.to_wire(), grace, _RECALL_BATCH)
         return [job_id.decode() for job_id in found]
 
     def pin(self, batch: Sequence[tuple[Ownership, bool, Sequence[tuple[str, Fields]]]]) -> list[bool]:
@@ -297,7 +308,7 @@ class Scripts:
                 *(e.ownership.job_id, e.ownership.execution_id, e.ownership.epoch),
                 *(e.queue, e.worker, e.status, _flat(e.result)),
                 *(iso(e.ended), str(e.seconds), e.default_ttl, e.client_id or False),
-                [[c.context_id, _flat(c.fields), _entries(c.entries)] for c in e.contexts],
+                [[c.context_id, c.acknowledged, _flat(c.fields), _entries(c.entries)] for c in e.contexts],
                 *(e.error or False, e.transient),
             )
             for e in endings

@@ -122,18 +122,18 @@ class Worker:
         self._neighbours = Neighbours(
             connection, self._scripts, self._registration, options.queues, options.timing.lease
         )
-        can = Abilities(ready.numerics_id, CONTEXT_READER)
+        can = Abilities(ready.numerics_id, ready.weights_id, CONTEXT_READER)
         self._intake = Intake(
             self._scripts, options.redis_url, options.name, options.queues, can, options.timing.exact_grace
         )
         self._commands = CommandListener(options.redis_url, options.name)
         self._follow_ups = FollowUps(connection, options.name, options.queues, allow_callbacks=options.allow_callbacks)
         self._feeder = Feeder(engine)
-        self._place = Place(options.name, options.served_model_name, ready.numerics_id)
+        self._place = Place(options.name, options.served_model_name, ready.numerics_id, ready.weights_id)
         self._ledger = Ledger(self._scripts, self._place, self._drop)
         limits = Limits(ready.max_model_len, ready.kv_cache_tokens, ready.vocab_size)
         frontend = options.load_frontend(ready.model_directory)
-        self._reader = RequestReader(options.served_model_name, frontend, limits)
+        self._reader = RequestReader(options.served_model_name, frontend, limits, ready.weights_id)
         #: Contexts owned at once: those that the engine runs, and a few that are ready when one of them ends.
         self._capacity = ready.max_num_seqs + max(2, ready.max_num_seqs // 4)
         #: Whether somebody asked for the death of the engine, so that it is nobody's fault.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from batonq.worker.scripts import Abilities, Claim, Scripts
 
 #: A worker that reads what this version writes, with the null engine's arithmetic.
-ABLE = Abilities("null", 1)
+ABLE = Abilities("null", "", 1)
 
 
 def claim_jobs(

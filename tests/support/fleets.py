@@ -26,7 +26,7 @@ from batonq.producer.schema import PromptJob
 from batonq.worker import step_log
 from batonq.worker.messages import unpack_ids
 from tests.support import faulty_engine, tiny_models
-from tests.support.servers import server
+from tests.support.servers import eventually, server
 
 QUEUE = "tiny"
 ROOT = Path(__file__).parents[2]
@@ -88,6 +88,9 @@ class Fleet:
     options: Sequence[str]
     #: Of the engine, as `faulty_engine` reads them.
     faults: dict[str, Any] = field(default_factory=dict)
+    #: Where workers find the server, if not where it is; and more of their environment.
+    url: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
     workers: dict[int, FleetWorker] = field(default_factory=dict)
     #: Process id of each child that was killed, and when.
     kills: dict[int, float] = field(default_factory=dict)
@@ -105,11 +108,11 @@ class Fleet:
     def start_worker(self, slot: int) -> FleetWorker:
         self._started += 1
         name = f"w{slot}-{self._started}"
-        where = ["--redis-url", self.valkey.url, "--model", str(self.model), "--served-model-name", QUEUE]
+        where = ["--redis-url", self.url or self.valkey.url, "--model", str(self.model), "--served-model-name", QUEUE]
         command = [sys.executable, "-m", "batonq.worker", *where, "--name", name, *self.options]
         command += ["--engine", "tests.support.faulty_engine"]
         environment = os.environ | {step_log.VARIABLE: str(self.samples), "BATONQ_NUM_THREADS": "1"}
-        environment |= {faulty_engine.FAULTS: json.dumps(self.faults)}
+        environment |= {faulty_engine.FAULTS: json.dumps(self.faults)} | self.environment
         with (self.directory / "log").open("ab") as sink:
             process = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=sink, stdin=subprocess.DEVNULL)
         self.workers[slot] = FleetWorker(name, process)
@@ -136,6 +139,16 @@ class Fleet:
             stopping.set()
             thread.join()
             self.stop()
+
+    def await_ready(self, slot: int) -> None:
+        name = self.workers[slot].name
+        with redis.Redis.from_url(self.valkey.url) as connection:
+            eventually(lambda: connection.exists(keys.worker(name)), f"{name} is ready")
+
+    def await_end(self, made: Sequence[PromptJob], seconds: float = 120) -> None:
+        """Until every job has ended."""
+        with redis.Redis.from_url(self.valkey.url) as connection:
+            eventually(lambda: not self.unfinished(connection, made), "every job ends", seconds)
 
     def stop(self) -> None:
         for each in self.workers.values():

@@ -112,6 +112,8 @@ def build(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 16,
     step_seconds: float = 0.0,
+    numerics_id: str = "null",
+    weights_id: str = "",
 ) -> Engine[list[list[int]]]:
     """A null engine: one byte a token, EOS is 0, blocks of 4 tokens."""
     spec = ModelSpec(
@@ -121,8 +123,9 @@ def build(
         eos_token_ids=frozenset({EOS}),
         block_size=BLOCK_SIZE,
         bytes_per_block=1,
-        numerics_id="null",
+        numerics_id=numerics_id,
         namespace=b"null",
+        weights_id=weights_id,
     )
     config = EngineConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory_bytes=num_blocks

@@ -43,7 +43,7 @@ def error_of(job: Job) -> str:
 
 
 class WorkerProcess:
-    def __init__(self, url: str, name: str, *options: str, log: Path, **engine: float) -> None:
+    def __init__(self, url: str, name: str, *options: str, log: Path, **engine: float | str) -> None:
         self.name = name
         self.log = log
         environment = os.environ | {null_worker.ENVIRONMENT: json.dumps(engine)}
@@ -61,7 +61,7 @@ class WorkerProcess:
 
 
 @contextmanager
-def worker(url: str, name: str, *options: str, log: Path, **engine: float) -> Iterator[WorkerProcess]:
+def worker(url: str, name: str, *options: str, log: Path, **engine: float | str) -> Iterator[WorkerProcess]:
     """A worker that is killed, with its child, when the test leaves it running."""
     running = WorkerProcess(url, name, *options, log=log, **engine)
     children = []

@@ -1,10 +1,10 @@
 -- Take up to n queued jobs, from the first of the queues that has any, in order.
--- Args: prefix, queues, worker, execution ids (n of them), now (ISO), now (Unix), ttl, numerics, reader.
+-- Args: prefix, queues, worker, execution ids (n of them), now (ISO), now (Unix), ttl, abilities (fitness.lua).
 -- Returns false while rq is suspended; else {jobs, aside}. For each job {id, execution, epoch, queue, job hash, contexts},
 -- where contexts are what earlier owners left: {context hash, committed tokens, their log probabilities}. Aside are jobs
 -- that this worker can't carry on, {id, why}: they leave the queue until somebody recalls them.
 -- An id whose job is gone, canceled, done or running is dropped: a queue may hold an id twice.
-local _, queues, worker, executions, now_iso, now, ttl, numerics, reader = unpack(args)
+local _, queues, worker, executions, now_iso, now, ttl, can = unpack(args)
 if redis.call('EXISTS', key('suspended')) == 1 then return false end
 
 local aside = {}
@@ -14,7 +14,7 @@ local aside = {}
 local function wanted(id, queue)
   local held = redis.call('HMGET', job_key(id), 'status', 'batonq_ended_by')
   if held[1] ~= 'queued' then return false end
-  local reason = not held[2] and unfit(id, numerics, reader)
+  local reason = not held[2] and unfit(id, can)
   if not reason then return true end
   redis.call('ZADD', key('batonq', 'aside', queue), redis.call('TIME')[1], id)
   aside[#aside + 1] = {id, reason}

@@ -1,9 +1,9 @@
 -- End a job: result, registry, counters, times to live, and word to its client, all or nothing.
 -- Args: prefix, id, execution, epoch, queue, worker, status ('finished', 'failed' or 'stopped'), result (flat fields),
---       ended (ISO), seconds worked, default ttl, client id or false, contexts: {context id, fields (flat), stream
---       entries}, what to tell the streams of a job without output: {code, message} or false, whether to try again if
+--       ended (ISO), seconds worked, default ttl, client id or false, contexts: {context id, tokens that the server
+--       has acknowledged, fields (flat), stream entries}, what to tell the streams of a job without output: {code, message} or false, whether to try again if
 --       rq's Retry leaves a try.
--- Returns {1 | 0 (lost), 1 if it waits for its next try, 1 if there is something to follow up}.
+-- Returns {1 | 0 (lost), 1 if it is queued again or waits for its next try, 1 if there is something to follow up}.
 -- A repeated call, after a lost reply, changes nothing and returns the same.
 local _, id, execution, epoch, queue, worker, status, result, ended, seconds, default_ttl, client, contexts, broken,
       transient = unpack(args)
@@ -48,6 +48,14 @@ if past[1] == execution then return {1, 0, redis.call('HEXISTS', key('batonq', '
 if past[2] == execution then return {1, 1, 0} end
 if not owned(id, execution, epoch) then return {0, 0, 0} end
 
+-- A server that came back older than it was has lost entries of a stream: they are made again before its end.
+for _, context in ipairs(contexts) do
+  if #context[4] > 0 and committed_tokens(context[1]) < context[2] then
+    give_back(id, execution, queue, worker, 'behind')
+    return {1, 1, 0}
+  end
+end
+
 drop_execution(id, execution, queue, worker)
 count()
 local left = tonumber(redis.call('HGET', job, 'retries_left') or 0)
@@ -57,8 +65,8 @@ if transient and left > 0 then
 end
 
 for _, context in ipairs(contexts) do
-  write_entries(context[1], committed_tokens(context[1]), context[3])
-  redis.call('HSET', ctx_key(context[1]), unpack(context[2]))
+  write_entries(context[1], committed_tokens(context[1]), context[4])
+  redis.call('HSET', ctx_key(context[1]), unpack(context[3]))
 end
 if broken then break_streams(id, unpack(broken)) end
 redis.call('HSET', job, 'status', status, 'ended_at', ended, 'batonq_ended_by', execution)
