@@ -10,7 +10,7 @@ if status ~= 'failed' and status ~= 'stopped' then return status end
 
 note(id, 'requeued', '')
 redis.call('ZREM', key('failed', queue), id)
-redis.call('HDEL', job, 'batonq_crashes', 'batonq_execution', 'ended_at')
+redis.call('HDEL', job, 'batonq_crashes', 'batonq_lapses', 'batonq_execution', 'ended_at')
 redis.call('HSET', job, 'worker_name', '')
 for _, name in ipairs({job, key('results', id), key('job', id, 'dependents'), key('job', '', id, 'dependencies')}) do
   redis.call('PERSIST', name)
