@@ -53,8 +53,9 @@ RECONNECT_INTERVAL = 1.0
 #: Seconds that a stopping engine has for its last step.
 STOP_SECONDS = 30.0
 #: A job that was in a step at this many deaths of engines, without progress in between, is failed: the first time it
-#: was in company, then alone. So is one that was owned by this many workers that vanished.
-MAX_CRASHES, MAX_LAPSES = 3, 10
+#: was in company, then alone. So is one that was owned by this many workers that vanished: many more, since it may just
+#: have waited there.
+MAX_CRASHES, MAX_LAPSES = 3, 50
 #: Tokens of a context that may wait for a server that can't be reached; then the engine is paused.
 MAX_RUN_AHEAD = 64
 
