@@ -54,6 +54,7 @@ class Fleet:
     url: str
     directory: Path
     worker: subprocess.Popen[bytes]
+    server_pid: int
     #: From the start of the worker's process until it was registered.
     seconds_to_ready: float
 
@@ -95,8 +96,17 @@ class Fleet:
 
     def cpu_seconds(self) -> float:
         """Processor time that the worker's parent has used."""
-        ticks = Path(f"/proc/{self.worker.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+        return cpu_seconds(self.worker.pid)
+
+    def server_cpu_seconds(self) -> float:
+        """Processor time that the server has used."""
+        return cpu_seconds(self.server_pid)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has used."""
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
@@ -114,7 +124,7 @@ def fleet(*options: str) -> Iterator[Fleet]:
                 if worker.poll() is not None:
                     raise SystemExit("the worker ended before it was ready")
                 time.sleep(0.005)
-            yield Fleet(server.url, directory, worker, time.perf_counter() - begin)
+            yield Fleet(server.url, directory, worker, server.process.pid, time.perf_counter() - begin)
         finally:
             producer.connection.close()
             worker.terminate()

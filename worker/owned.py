@@ -6,6 +6,7 @@ A job has one context, or `n` of them, each with a seed of its own; they are cla
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 
 from batonq.engine.sampling_params import SamplingParams, child_seed
@@ -138,8 +139,8 @@ class OwnedJob:
     #: Deaths of engines in a step that held it, and of workers that owned it, since its last progress.
     crashes: int
     lapses: int
-    #: Unix time at which it has to be ended: its own deadline, or rq's timeout, which counts from the claim.
-    due: float
+    #: When rq's timeout, which counts from the claim, is over by the monotonic clock.
+    timeout_at: float
     #: When the first token of this ownership was there.
     first_token_at: float | None = None
 
@@ -165,9 +166,9 @@ class OwnedJob:
         owners = [*_split(past.get("owners", b"")), place.worker]
         resumes = int(past.get("resumes", 0)) + 1 if resumed else 0
         crashes, lapses = (int(claim.job.get(f"batonq_{name}", 0)) for name in ("crashes", "lapses"))
-        deadline, timeout = request.job.deadline, int(claim.job.get("timeout", 0))
-        due = min(math.inf if deadline is None else deadline / 1000, now + timeout if timeout > 0 else math.inf)
-        return cls(claim, request, now, contexts, owners, numerics, resumes, crashes, lapses, due)
+        timeout = int(claim.job.get("timeout", 0))
+        timeout_at = time.monotonic() + timeout if timeout > 0 else math.inf
+        return cls(claim, request, now, contexts, owners, numerics, resumes, crashes, lapses, timeout_at)
 
     @property
     def ownership(self) -> Ownership:
@@ -212,12 +213,13 @@ class OwnedJob:
         if update.new_token_ids and self.first_token_at is None:
             self.first_token_at = now
 
-    def overdue(self, now: float) -> ErrorInfo | None:
-        """Why its time is over, if it is."""
-        if now < self.due:
+    def overdue(self) -> ErrorInfo | None:
+        """Why its time is over, if it is: its own deadline is a Unix time, rq's timeout a duration."""
+        deadline = self.request.job.deadline
+        if deadline is not None and time.time() >= deadline / 1000:
+            return ErrorInfo(code="deadline_exceeded", message=f"the deadline was {iso(deadline / 1000)}")
+        if time.monotonic() < self.timeout_at:
             return None
-        if self.request.job.deadline is not None and self.due == self.request.job.deadline / 1000:
-            return ErrorInfo(code="deadline_exceeded", message=f"the deadline was {iso(self.due)}")
         timeout = int(self.claim.job["timeout"])
         return ErrorInfo(code="job_timeout", message=f"the job ran longer than its timeout of {timeout} s")
 

@@ -51,7 +51,7 @@ class StepLog:
 
 
 def read(path: Path) -> Iterator[Sample]:
-    """The samples of one process."""
-    for line in path.read_text().splitlines():
+    """The samples of one process; the end of one that is being written is left out."""
+    for line in path.read_text().split("\n")[:-1]:
         at, context_id, position, token_id = line.split(" ")
         yield Sample(float(at), context_id, int(position), int(token_id))

@@ -187,7 +187,7 @@ class Worker:
         due = min(self._next_heartbeat, self._next_look, self._next_neighbours)
         if self._ledger.jobs or not self._ledger.settled:
             due = min(due, self._next_commit)
-        if self._intake.promising and not self._intake.suspended and self._room > 0:
+        if self._intake.promising and not self._intake.suspended and self._room > 0 and self._lease.held:
             due = now
         for key, _ in self._selector.select(max(0.0, max(due, self._next_contact) - now)):
             if isinstance(key.fileobj, Doorbell | EngineProcess | CommandListener | Lease):
@@ -268,9 +268,8 @@ class Worker:
 
     def _end_overdue(self) -> None:
         """End the jobs whose time is over."""
-        now = time.time()
         for job in list(self._ledger.jobs.values()):
-            if (error := job.overdue(now)) is not None:
+            if (error := job.overdue()) is not None:
                 self._fail(job, error)
 
     def _flush(self) -> None:
@@ -319,7 +318,7 @@ class Worker:
             return
         job = OwnedJob.begin(claim, request, self._place, now, resumed=pinned)
         self._ledger.begin(job, pinned=pinned)
-        error = job.overdue(now)
+        error = job.overdue()
         if job.crashes >= MAX_CRASHES:
             message = f"the engine died {job.crashes} times while it ran this job; {job.history}"
             error = ErrorInfo(code="engine_crashed", message=message)
