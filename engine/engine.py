@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 from batonq.engine.block_pool import BlockPool
 from batonq.engine.config import EngineConfig
 from batonq.engine.context import Context, ContextState, FinishReason
-from batonq.engine.errors import DuplicateContext, EngineBusy, EngineError
+from batonq.engine.errors import DuplicateContext, EngineBusy, EngineError, InvalidOutputs
 from batonq.engine.history import TokenHistory
 from batonq.engine.limits import Limits, effective_request
 from batonq.engine.logprobs import TokenLogprobs
@@ -138,21 +138,25 @@ class Engine(Generic[Logits]):
         """Take in a new context, or one that was begun elsewhere and has `output_token_ids` already.
 
         `output_logprobs` are those of the output tokens, if the parameters ask for them. Raises ContextLengthExceeded,
-        InvalidTokenIds, DuplicateContext or an EngineError that names the parameter; nothing is changed then. A resumed
-        context whose tokens are complete ends at the next step without being computed, unless log probabilities of its
-        prompt are asked for.
+        InvalidTokenIds, InvalidOutputs, DuplicateContext or an EngineError that names the parameter; nothing is changed
+        then. A resumed context whose tokens are complete ends at the next step without being computed, unless log
+        probabilities of its prompt are asked for.
         """
         if context_id in self.contexts:
             raise DuplicateContext(context_id)
         input_token_ids, params = effective_request(self.limits, self.encoder, input_token_ids, sampling_params)
-        assert len(output_logprobs) == (0 if params.logprobs is None else len(output_token_ids)), context_id
+        if len(output_logprobs) != (0 if params.logprobs is None else len(output_token_ids)):
+            raise InvalidOutputs(
+                context_id, f"{len(output_logprobs)} log probabilities, {len(output_token_ids)} tokens"
+            )
         context = self._new_context(context_id, input_token_ids, params)
         context.priority, context.is_streaming = priority, is_streaming
-        self.contexts[context_id] = context
         reason = None
         for token, logprobs in zip_longest(output_token_ids, output_logprobs):
-            assert reason is None, f"{context_id}: tokens follow its end"
+            if reason is not None:
+                raise InvalidOutputs(context_id, "tokens follow its end")
             reason = context.accept(token, self.spec.eos_token_ids, logprobs)
+        self.contexts[context_id] = context
         context.finish_reason = reason
         if reason is None or context.num_missing_prompt_logprobs:
             self.scheduler.add(context)

@@ -95,3 +95,10 @@ class ChatTemplateError(EngineError):
 
     def __init__(self, message: str) -> None:
         super().__init__("chat_template_error", message, "messages")
+
+
+class InvalidOutputs(EngineError):
+    """What is said to be a context's output so far can't be that."""
+
+    def __init__(self, context_id: str, why: str) -> None:
+        super().__init__("unreadable_context", f"{context_id}: its output so far can't be what it is: {why}")

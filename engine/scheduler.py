@@ -52,6 +52,8 @@ class Scheduler:
         #: In order of arrival; so the last is the youngest.
         self.running: list[Context] = []
         self.forecast = OutputForecast()
+        #: While there are any, steps hold these contexts alone; the others keep what they have.
+        self.alone: set[str] = set()
         self._eos_token_ids = eos_token_ids
         self._decision_id = 0
 
@@ -69,9 +71,12 @@ class Scheduler:
         draft = _Draft(self.config.max_num_batched_tokens)
         for context in tuple(self.running):
             # A context may have been preempted for an older one earlier in this loop.
-            if draft.budget and context.state is ContextState.RUNNING:
+            if draft.budget and context.state is ContextState.RUNNING and self._may_run(context):
                 self._schedule(context, draft)
-        self._admit(draft)
+        if self.alone:
+            self._admit_alone(draft)
+        else:
+            self._admit(draft)
         return Plan(
             self._decision_id,
             tuple(draft.rows),
@@ -80,17 +85,39 @@ class Scheduler:
             tuple(draft.started),
         )
 
+    def _may_run(self, context: Context) -> bool:
+        return not self.alone or context.context_id in self.alone
+
+    def _admit_alone(self, draft: _Draft) -> None:
+        """Admit those that run alone, taking blocks and places from the others, the youngest first."""
+        for context in [context for context in self.waiting if context.context_id in self.alone]:
+            others = [running for running in self.running if running.context_id not in self.alone]
+            full = self.config.max_num_seqs
+            while others and (len(self.running) >= full or not self._fits(context, self._shared_with(context))):
+                victim = others.pop()
+                self._preempt(victim, "makes room for one that runs alone")
+                draft.preempted.append(victim)
+            if not draft.budget or len(self.running) >= full or not self._fits(context, self._shared_with(context)):
+                return
+            self.waiting.remove(context)
+            self._start(context, draft)
+
+    def _shared_with(self, context: Context) -> list[int]:
+        return [block for block, _ in self._cached_blocks(context)]
+
+    def _start(self, context: Context, draft: _Draft) -> None:
+        self.running.append(context)
+        context.transition(ContextState.RUNNING, "admitted", self._decision_id)
+        draft.started.append(context)
+        self._schedule(context, draft)
+
     def _admit(self, draft: _Draft) -> None:
         while self.waiting and draft.budget and not draft.preempted and len(self.running) < self.config.max_num_seqs:
             context = self.waiting[0]
-            cached = list(self._cached_blocks(context))
-            if not self._fits(context, [block for block, _ in cached]):
+            if not self._fits(context, self._shared_with(context)):
                 return
             self.waiting.popleft()
-            self.running.append(context)
-            context.transition(ContextState.RUNNING, "admitted", self._decision_id)
-            draft.started.append(context)
-            self._schedule(context, draft)
+            self._start(context, draft)
 
     def _schedule(self, context: Context, draft: _Draft) -> None:
         """Add the context's next tokens to the draft, with blocks for them."""

@@ -80,10 +80,10 @@ class EngineLoop:
                 return
             if not self._idle:
                 output = self._engine.step()
-                self._marker.end()
                 if self._log is not None:
                     self._log.write(output, self._engine)
                 self._report(output)
+                self._marker.end()
 
     def _mark(self, plan: Plan) -> None:
         self._marker.begin(pack_ids([self._numbers[row.context.context_id] for row in plan.rows]))
@@ -102,6 +102,11 @@ class EngineLoop:
                 self._stopping = True
 
     def _add(self, message: Add) -> None:
+        self._marker.begin(pack_ids([message.number]))
+        self._take_in(message)
+        self._marker.end()
+
+    def _take_in(self, message: Add) -> None:
         if message.context_id in self._numbers:  # an earlier ownership of the same context, lost since
             self._abort(message.context_id)
         try:
@@ -118,6 +123,8 @@ class EngineLoop:
             self._channel.send(Step(0, time.time(), b"", b"", [refused]))
             return
         self._numbers[message.context_id] = message.number
+        if message.alone:
+            self._engine.scheduler.alone.add(message.context_id)
         if not message.streaming and context.sampling_params.logprobs is None:
             self._plain[message.context_id] = message.number
         if message.streaming and message.output_token_ids:
@@ -132,6 +139,7 @@ class EngineLoop:
     def _drop(self, context_id: str) -> None:
         del self._numbers[context_id]
         self._plain.pop(context_id, None)
+        self._engine.scheduler.alone.discard(context_id)
 
     def _add_to_engine(self, message: Add) -> Context:
         params = SamplingParams(**message.sampling)
@@ -150,6 +158,10 @@ class EngineLoop:
         """Tell the parent of new tokens, ends, and contexts that began to run or were preempted."""
         numbers, token_ids, updates = list[int](), list[int](), list[tuple[Any, ...]]()
         ended = False
+        alone = self._engine.scheduler.alone
+        proven = any(part.context_id in alone for part in output.outputs)
+        if proven:
+            alone.clear()
         for part in output.outputs:
             number = self._plain.get(part.context_id)
             if part.finish_reason is not None:
@@ -166,7 +178,8 @@ class EngineLoop:
                 updates.append((self._numbers[context_id], state))
         step = Step(output.decision_id, time.time(), pack_ids(numbers), pack_ids(token_ids), updates)
         # As long as more contexts are here than run at once, the next ones can come with the next commit.
-        self._channel.send(step, ring=ended and len(self._numbers) <= self._engine.config.max_num_seqs)
+        hungry = ended and len(self._numbers) <= self._engine.config.max_num_seqs
+        self._channel.send(step, ring=hungry or proven)  # the next suspect may come
 
     def _update(self, part: ContextOutput) -> Update:
         context = self._engine.contexts[part.context_id]

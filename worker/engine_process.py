@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 class EngineProcess:
     """A child that builds the engine named by `engine` (a module with `load_engine`) from plain `options`."""
 
-    def __init__(self, engine: str, options: dict[str, Any]) -> None:
+    def __init__(self, engine: str, options: dict[str, Any], patience: float) -> None:
+        """`patience`: seconds for which it may take nothing of what is said to it before it is killed."""
         ours, theirs = socket.socketpair()
         bell, to_ring = os.pipe()
         os.set_blocking(bell, False)
@@ -39,9 +40,10 @@ class EngineProcess:
             command = [sys.executable, "-m", "batonq.worker.child", *map(str, passed), str(os.getpid())]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed)
             os.close(to_ring)
-        self._channel = Channel(ours)
+        self._channel = Channel(ours, patience=patience)
         #: Once it has ended: numbers of the contexts in the step that its death interrupted.
         self.in_step: list[int] = []
+        self._status: int | None = None
         self.send(Load(engine, options))
 
     @property
@@ -54,8 +56,12 @@ class EngineProcess:
         return self._bell.fileno()
 
     def send(self, message: Message) -> None:
-        """Send, unless the child is gone: that shows in `gone`."""
-        self._channel.send(message)
+        """Send, unless the child is gone, or hangs and is killed: that shows in `gone`."""
+        try:
+            self._channel.send(message)
+        except TimeoutError as error:
+            logger.error("the engine hangs, and is killed: %s", error)
+            self.kill()
 
     def receive(self) -> list[Message]:
         """Messages that are there."""
@@ -89,26 +95,30 @@ class EngineProcess:
         self._process.kill()
 
     def end(self, seconds: float = EXIT_SECONDS) -> int:
-        """Wait for the exit, killing after `seconds`; the exit status, negative for a signal."""
+        """Wait for the exit, killing after `seconds`; the exit status, negative for a signal. May be called again."""
+        if self._status is not None:
+            return self._status
         try:
-            status = self._process.wait(seconds)
+            self._status = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            status = self._process.wait()
+            self._status = self._process.wait()
         self._channel.close()
         self._bell.close()
         self.in_step = unpack_ids(self._marker.read())
         self._marker.close()
-        return status
+        return self._status
 
 
-def start_engine(engine: str, options: dict[str, Any], stops: StopRequests) -> tuple[EngineProcess, Ready] | None:
+def start_engine(
+    engine: str, options: dict[str, Any], patience: float, stops: StopRequests
+) -> tuple[EngineProcess, Ready] | None:
     """Start a child and wait until its engine is ready; None if a stop request came first.
 
     Raises ModelUnavailable if the engine can't be built, EngineUnavailable if the child dies again and again.
     """
     for _ in range(MAX_START_FAILURES):
-        process = EngineProcess(engine, options)
+        process = EngineProcess(engine, options, patience)
         try:
             ready = process.await_ready(stops)
         except ModelUnavailable:

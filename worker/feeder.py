@@ -1,7 +1,7 @@
 """Feeds the engine's process: which owned jobs are in it, which wait to be, and what it says about them.
 
-A job that was in the engine when it died is a suspect: it runs alone until it makes progress, so that a job that kills
-the engine each time takes no neighbour with it.
+A job that was in the step in which the engine died is a suspect: it runs alone until it makes progress, one suspect
+after the other, while the rest keep their places. So a job that kills the engine each time takes no neighbour along.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ class Feeder:
     def silent_seconds(self) -> float:
         """For how long the engine has been busy without finishing a step."""
         return time.monotonic() - self._heard_at if self._inside and not self._paused else 0.0
+
+    def forgive_silence(self) -> None:
+        """Begin to count anew: it was we who didn't listen."""
+        self._heard_at = time.monotonic()
 
     def pause(self) -> None:
         """Have the engine stop after the present step, and keep what it has."""
@@ -75,10 +79,8 @@ class Feeder:
 
     def _dispatch(self) -> None:
         while self._waiting and self._alone is None:
-            suspect = self._waiting[0].crashes > 0
-            if suspect and self._inside:
-                return
             job = self._waiting.popleft()
+            suspect = job.crashes > 0
             if suspect:
                 self._alone = job
             if not self._inside:
@@ -97,6 +99,7 @@ class Feeder:
                         context.sampling.model_dump(mode="json"),
                         job.request.job.priority,
                         context.streaming,
+                        suspect,
                     )
                 )
 

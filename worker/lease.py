@@ -93,14 +93,20 @@ class Lease:
             pipeline.execute()
         self._held_until = asked + self._holds_for
 
-    def stop(self) -> None:
-        """End the thread, and give the lease up, so that nobody waits for it to lapse."""
+    def give_up(self) -> None:
+        """Leave nothing that could lapse, now that nothing is owned any more. Raises redis.RedisError."""
+        self._end_thread()
+        for queue in self._queues:
+            self._connection.hdel(keys.lease(queue), self._worker)
+
+    def _end_thread(self) -> None:
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
-        with suppress(redis.RedisError):
-            for queue in self._queues:
-                self._connection.hdel(keys.lease(queue), self._worker)
+
+    def stop(self) -> None:
+        """End the thread; who has not `given up` the lease leaves it to lapse."""
+        self._end_thread()
         self._connection.close()
         self._reader.close()
         self._writer.close()
@@ -113,13 +119,18 @@ class Watch:
         self._seconds = seconds
         self._clock = clock
         self._seen: dict[str, tuple[str, float]] = {}
+        self._looked_at = clock()
 
     def lapsed(self, values: Mapping[str, str]) -> dict[str, str]:
         """Those of these that have been what they are for `seconds`, as far as this watch has looked.
 
-        What isn't among them any more is forgotten.
+        What isn't among them any more is forgotten. If the watch didn't look for a while, since its own process stood
+        still or the server was away, nobody could have been seen renewing: then all of it begins anew.
         """
         now = self._clock()
+        if now - self._looked_at > self._seconds / _RENEWALS:
+            self._seen.clear()
+        self._looked_at = now
         self._seen = {
             key: seen if (seen := self._seen.get(key)) is not None and seen[0] == value else (value, now)
             for key, value in values.items()

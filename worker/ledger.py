@@ -58,13 +58,17 @@ class Ledger:
 
     def begin(self, job: OwnedJob, *, pinned: bool) -> None:
         """Take in a newly claimed job; its request is written with the next flush unless an earlier owner did so."""
+        if (earlier := self.jobs.get(job.job_id)) is not None:  # taken from us and given back before we knew
+            self._lose(earlier)
         self.jobs[job.job_id] = job
         if not pinned:
             self._unpinned.append(job)
 
     def end(self, ending: Ending) -> None:
         """Publish an end with the next flush; the job is no longer among those that run."""
-        self.jobs.pop(ending.ownership.job_id, None)
+        job = self.jobs.get(ending.ownership.job_id)
+        if job is not None and job.ownership == ending.ownership:
+            del self.jobs[job.job_id]
         self._endings.append(ending)
 
     def flush(self) -> bool:

@@ -84,6 +84,8 @@ class Add:
     priority: int
     #: Whether updates carry text as it becomes visible.
     streaming: bool
+    #: Whether steps hold it alone, with its job's other contexts, until one of them has a new token.
+    alone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +158,12 @@ _FIELDS = {kind: [field.name for field in fields(kind)] for kind in _KINDS.value
 class Channel:
     """One end of the socket pair. Both ends may send at once: while one waits to send, it takes in what comes.
 
-    `bell` is the file descriptor of the pipe's end to write to, where this end has to wake the other one.
+    `bell` is the file descriptor of the pipe's end to write to, where this end has to wake the other one. `patience`:
+    seconds for which the other side may take nothing before TimeoutError tells so.
     """
 
-    def __init__(self, connection: socket.socket, bell: int | None = None) -> None:
+    def __init__(self, connection: socket.socket, bell: int | None = None, patience: float | None = None) -> None:
+        self._patience = patience
         self._socket = connection
         self._socket.setblocking(False)
         self._bell = bell
@@ -176,7 +180,7 @@ class Channel:
     def send(self, message: Message, *, ring: bool = True) -> None:
         """Send, waiting while the other side is behind: that is the back-pressure. Once it is gone, do nothing.
 
-        Without `ring`, the other side may look later.
+        Without `ring`, the other side may look later. Raises TimeoutError where there is a `patience`.
         """
         kind = type(message)
         values = [getattr(message, name) for name in _FIELDS[kind]]
@@ -187,8 +191,11 @@ class Channel:
                 rest = rest[self._socket.send(rest) :]
             except BlockingIOError:
                 self._ring()  # the socket is full, and it has to look now
-                if select.select([self], [self], [])[0]:
+                readable, writable, _ = select.select([self], [self], [], self._patience)
+                if readable:
                     self._take_in()
+                elif not writable:
+                    raise TimeoutError(f"the other side has taken nothing for {self._patience:g} s") from None
             except (BrokenPipeError, ConnectionResetError):
                 return  # what it sent before is still to be received, and then end of file
         if ring:

@@ -22,10 +22,10 @@ from batonq.worker.scripts import Scripts
 
 #: Looks in a lease.
 _LOOKS = 16
-#: Looks at processes and at executions without a lease, in a lease.
+#: Looks at the processes of this machine, in a lease.
 _ROUNDS = 4
-#: Executions that one such look picks by chance.
-_SAMPLE = 32
+#: Executions that are picked by chance, once in a lease, to see whether their workers have one.
+_SAMPLE = 128
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,9 @@ class Neighbours:
         self._queues = queues
         self._seconds = lease_seconds
         self._leases = {queue: Watch(lease_seconds) for queue in queues}
-        self._orphans = {queue: Watch(lease_seconds) for queue in queues}
-        self._next_round = 0.0
+        #: Executions that have been found without a lease, and since when: job id:execution id → worker, moment.
+        self._orphans: dict[str, dict[str, tuple[str, float]]] = {queue: {} for queue in queues}
+        self._next_round = self._next_sample = 0.0
 
     @property
     def interval(self) -> float:
@@ -57,23 +58,27 @@ class Neighbours:
 
     def look(self) -> int:
         """Take over what can be; how many jobs are queued again."""
-        now = time.monotonic()
-        a_round = now >= self._next_round
-        if a_round:
-            self._next_round = now + self._seconds / _ROUNDS
-        taken = 0
+        now, taken = time.monotonic(), 0
+        sample = now >= self._next_sample
         for queue in self._queues:
             counters = self._counters(queue)
             for name, counter in self._leases[queue].lapsed(counters).items():
                 taken += self._take_over(queue, name, counter, why="its lease has lapsed")
-            if a_round:
+            if sample:
                 taken += self._take_orphans(queue, counters.keys() | {self._registration.name})
-        if a_round:
-            for name in self._registration.dead_on_this_machine():
-                held = self._connection.hget(keys.lease(self._queues[0]), name)
-                taken += self._take_over(
-                    self._queues[0], name, None if held is None else as_text(held), why="its process is gone"
-                )
+        if sample:
+            self._next_sample = now + self._seconds
+        if now >= self._next_round:
+            self._next_round = now + self._seconds / _ROUNDS
+            taken += self._take_from_dead_processes(self._queues[0])
+        return taken
+
+    def _take_from_dead_processes(self, queue: str) -> int:
+        taken = 0
+        for name in self._registration.dead_on_this_machine():
+            held = self._connection.hget(keys.lease(queue), name)
+            counter = None if held is None else as_text(held)
+            taken += self._take_over(queue, name, counter, why="its process is gone")
         return taken
 
     def _counters(self, queue: str) -> dict[str, str]:
@@ -84,18 +89,32 @@ class Neighbours:
         return found
 
     def _take_orphans(self, queue: str, known: set[str]) -> int:
-        """Executions by workers without a lease: all there are, or as many as a look picks."""
+        """Take over executions whose workers have had no lease for a whole one; each look picks some by chance."""
+        now, orphans = time.monotonic(), self._orphans[queue]
         picked: Any = self._connection.zrandmember(keys.started(queue), _SAMPLE)
-        members = [as_text(member) for member in picked]
-        owners = {}
-        for member in members:
-            name = self._connection.hget(keys.job(member.rpartition(":")[0]), "worker_name")
-            if name is not None and (owner := as_text(name)) not in known:
-                owners[member] = owner
-        lapsed = self._orphans[queue].lapsed(owners)
-        return sum(
-            self._take_over(queue, name, None, [member], why="it has no lease") for member, name in lapsed.items()
-        )
+        members = list({*map(as_text, picked), *orphans})
+        for member, owner in zip(members, self._owners(members), strict=True):
+            if owner is None or owner in known:
+                orphans.pop(member, None)
+            elif orphans.get(member, ("",))[0] != owner:
+                orphans[member] = owner, now
+        taken = 0
+        for member, (owner, since) in list(orphans.items()):
+            if now - since >= self._seconds:
+                taken += self._take_over(queue, owner, None, [member], why="it has no lease")
+                del orphans[member]
+        return taken
+
+    def _owners(self, members: Sequence[str]) -> list[str | None]:
+        """The workers that run these executions, as far as their jobs say so too."""
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for member in members:
+                pipeline.hmget(keys.job(member.rpartition(":")[0]), "worker_name", "batonq_execution")
+            rows = pipeline.execute()
+        return [
+            as_text(name) if name and execution and member.endswith(f":{as_text(execution)}") else None
+            for member, (name, execution) in zip(members, rows, strict=True)
+        ]
 
     def _take_over(self, queue: str, name: str, counter: str | None, members: Sequence[str] = (), *, why: str) -> int:
         left = self._registration.executions_of(name)

@@ -165,8 +165,8 @@ class OwnedJob:
         ]
         owners = [*_split(past.get("owners", b"")), place.worker]
         resumes = int(past.get("resumes", 0)) + 1 if resumed else 0
-        crashes, lapses = (int(claim.job.get(f"batonq_{name}", 0)) for name in ("crashes", "lapses"))
-        timeout = int(claim.job.get("timeout", 0))
+        crashes, lapses = (_count(claim.job, f"batonq_{name}") for name in ("crashes", "lapses"))
+        timeout = _count(claim.job, "timeout")
         timeout_at = time.monotonic() + timeout if timeout > 0 else math.inf
         return cls(claim, request, now, contexts, owners, numerics, resumes, crashes, lapses, timeout_at)
 
@@ -220,7 +220,7 @@ class OwnedJob:
             return ErrorInfo(code="deadline_exceeded", message=f"the deadline was {iso(deadline / 1000)}")
         if time.monotonic() < self.timeout_at:
             return None
-        timeout = int(self.claim.job["timeout"])
+        timeout = _count(self.claim.job, "timeout")
         return ErrorInfo(code="job_timeout", message=f"the job ran longer than its timeout of {timeout} s")
 
     def news(self, now: float) -> list[ContextCommit]:
@@ -268,6 +268,12 @@ class OwnedJob:
 def _for_child(sampling: SamplingParams, index: int) -> SamplingParams:
     assert sampling.seed is not None
     return sampling.model_copy(update={"seed": child_seed(sampling.seed, index)})
+
+
+def _count(fields: dict[str, bytes], name: str) -> int:
+    """A number of a job's hash; 0 for anything else that stands there."""
+    text = fields.get(name, b"")
+    return int(text) if text.isdigit() else 0
 
 
 def _split(packed: bytes) -> list[str]:

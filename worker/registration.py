@@ -45,8 +45,10 @@ def _is_dead(identity: str) -> bool:
     """Whether a process of this machine (boot and pid namespace) is known to be gone."""
     own = process_identity(os.getpid())
     assert own is not None
-    boot, namespace, pid, _ = identity.split(" ")
-    return own.split(" ")[:2] == [boot, namespace] and process_identity(int(pid)) != identity
+    words = identity.split(" ")
+    if len(words) != 4 or not words[2].isdigit():  # not ours
+        return False
+    return own.split(" ")[:2] == words[:2] and process_identity(int(words[2])) != identity
 
 
 class Registration:
@@ -80,6 +82,7 @@ class Registration:
                 },
             )
             pipeline.expire(self._key, WORKER_TTL + 60)
+            pipeline.persist(keys.worker_executions(self.name))
             pipeline.sadd(keys.WORKERS, self._key)
             for queue in self._queues:
                 pipeline.sadd(keys.workers_of_queue(queue), self._key)
@@ -112,9 +115,10 @@ class Registration:
 
     def death(self) -> None:
         """Strike the worker out; its hash stays for a minute."""
-        self._strike(self._key, self.name)
+        self._strike(self.name)
 
-    def _strike(self, key: str, name: str) -> None:
+    def _strike(self, name: str) -> None:
+        key = keys.worker(name)
         served = as_text(self._connection.hget(key, "queues") or "").split(",")
         with self._connection.pipeline() as pipeline:
             pipeline.srem(keys.WORKERS, key)
@@ -122,7 +126,7 @@ class Registration:
                 pipeline.srem(keys.workers_of_queue(queue), key)
             pipeline.hset(key, "death", iso(time.time()))
             pipeline.expire(key, 60)
-            pipeline.delete(keys.worker_executions(name))
+            pipeline.expire(keys.worker_executions(name), WORKER_TTL)  # what is left was nobody's
             pipeline.execute()
 
     def suspended(self) -> bool:
@@ -156,4 +160,4 @@ class Registration:
 
     def bury(self, name: str) -> None:
         """Strike a dead worker out."""
-        self._strike(keys.worker(name), name)
+        self._strike(name)

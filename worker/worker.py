@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import redis
+from redis.backoff import NoBackoff
 from redis.exceptions import OutOfMemoryError, ReadOnlyError
+from redis.retry import Retry
 
 from batonq.engine.limits import Limits
 from batonq.producer.schema import ErrorInfo
@@ -59,8 +61,10 @@ MAX_CRASHES, MAX_LAPSES = 3, 50
 #: Tokens of a context that may wait for a server that can't be reached; then the engine is paused.
 MAX_RUN_AHEAD = 64
 
-#: The server is away, or can't be written to for now: what was to be said is kept and said later.
-OUTAGE = (redis.ConnectionError, redis.TimeoutError, OutOfMemoryError, ReadOnlyError)
+#: What a server answers that can't be written to, or not now: no room on its disk, no replicas, busy with a script …
+REFUSALS = ("MISCONF", "NOREPLICAS", "BUSY", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN", "LOADING")
+#: Seconds without a pass of the loop after which it was this process that stood still.
+STOOD_STILL = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +88,12 @@ class WorkerOptions:
     timing: Timing = field(default_factory=Timing)
 
 
+def is_outage(error: redis.RedisError) -> bool:
+    """Whether the server is away, or can't be written to for now: what was to be said is kept and said later."""
+    away = isinstance(error, redis.ConnectionError | redis.TimeoutError | OutOfMemoryError | ReadOnlyError)
+    return away or str(error).startswith(REFUSALS)
+
+
 def run_worker(options: WorkerOptions) -> None:
     """Work until SIGINT or SIGTERM; in burst mode, until the queue is empty.
 
@@ -92,9 +102,12 @@ def run_worker(options: WorkerOptions) -> None:
     """
     with StopRequests() as stops:
         # Shorter than a lease, so that a worker that is cut off comes round to stopping before it is over.
-        connection = redis.Redis.from_url(options.redis_url, socket_timeout=options.timing.lease / 4)
+        patience = options.timing.lease / 4
+        connection = redis.Redis.from_url(
+            options.redis_url, socket_timeout=patience, socket_connect_timeout=patience, retry=Retry(NoBackoff(), 0)
+        )
         connection.ping()
-        started = start_engine(options.engine, options.engine_options, stops)
+        started = start_engine(options.engine, options.engine_options, options.timing.step_timeout, stops)
         if started is None:
             return
         worker = Worker(options, connection, stops, *started)
@@ -143,6 +156,7 @@ class Worker:
         self._stop_deadline = 0.0
         self._next_commit = self._next_heartbeat = self._next_look = self._next_contact = 0.0
         self._next_neighbours = 0.0
+        self._last_pass = time.monotonic()
         self._selector = selectors.DefaultSelector()
         sources: list[HasFileno] = [*self._intake.doorbells, self._commands, self._lease, stops, engine]
         for source in sources:
@@ -161,9 +175,11 @@ class Worker:
         self._commands.await_subscribed(SUBSCRIBE_SECONDS)
         self._lease.start()
         self._registration.birth()
+        self._release_strays()
         logger.info("worker %s serves %s", self._options.name, ", ".join(self._options.queues))
         while not self._stops.count and not self._done():
             self._sleep()
+            self._mind_the_gap()
             self._hear_engine()
             self._restrain_engine()
             self._obey()
@@ -194,6 +210,13 @@ class Worker:
                 key.fileobj.clear()
             if isinstance(key.fileobj, Doorbell):
                 self._intake.ring()
+
+    def _mind_the_gap(self) -> None:
+        """Where this process stood still, silence is no sign that the engine hangs."""
+        now = time.monotonic()
+        if now > self._last_pass + max(STOOD_STILL, 2 * self._options.timing.lease / 4):
+            self._feeder.forgive_silence()
+        self._last_pass = now
 
     def _obey(self) -> None:
         """Carry out the commands that have come."""
@@ -235,12 +258,14 @@ class Worker:
             return
         try:
             if self._next_contact:
-                self._after_outage()
+                self._release_strays()
+                self._next_contact = 0.0
             if now >= self._next_commit:
                 self._next_commit = now + self._options.timing.commit_interval
                 self._end_overdue()
+                held = self._lease.held
                 self._flush()
-                if self._lease.held:  # and what of it others have taken is known since the flush
+                if held:  # so what others had taken is known now
                     self._feeder.resume()
             if now >= self._next_look:
                 self._next_look = now + LOOK_INTERVAL
@@ -249,15 +274,18 @@ class Worker:
             if now >= self._next_heartbeat:
                 self._next_heartbeat = now + HEARTBEAT_INTERVAL
                 self._registration.heartbeat(self._ledger.owned)
+                self._release_strays()
             if now >= self._next_neighbours:
                 self._next_neighbours = now + self._neighbours.interval
                 if self._neighbours.look():
                     self._intake.ring()
             self._claim()
             self._registration.show(self._state)
-        except OUTAGE as error:
+        except redis.RedisError as error:
+            if not is_outage(error):
+                raise
             logger.warning("the server can't be used, trying again in %g s: %s", RECONNECT_INTERVAL, error)
-            self._next_contact = now + RECONNECT_INTERVAL
+            self._next_contact = time.monotonic() + RECONNECT_INTERVAL
 
     @property
     def _state(self) -> str:
@@ -279,13 +307,17 @@ class Worker:
         for queue, job_id in ended:
             self._follow_ups.put(queue, job_id)
 
-    def _after_outage(self) -> None:
-        """Give back what a claim took whose reply was lost."""
+    def _release_strays(self) -> None:
+        """Give back what is ours by the server's books, and not by our own.
+
+        So it is when the reply to a claim was lost, when another process had our name before us, and when the server
+        came back older than it was.
+        """
         owned = set(self._ledger.owned)
         executions = self._registration.executions_of(self._options.name)
         strays = [stray.ownership for stray in executions if stray.ownership not in owned]
-        self._scripts.release(self._options.name, strays)
-        self._next_contact = 0.0
+        if strays and any(self._scripts.release(self._options.name, strays)):
+            self._intake.ring()
 
     @property
     def _room(self) -> int:
@@ -361,7 +393,8 @@ class Worker:
         self._insist(lambda: self._ledger.release(suspects, crashed=suspects))
         self._insist(lambda: self._ledger.release([*dead.inside, *dead.waiting]))
         self._intake.ring()
-        started = start_engine(self._options.engine, self._options.engine_options, self._stops)
+        options = self._options
+        started = start_engine(options.engine, options.engine_options, options.timing.step_timeout, self._stops)
         if started is not None:
             self._feeder = Feeder(started[0])
             self._selector.register(self._feeder.engine, selectors.EVENT_READ)
@@ -375,7 +408,9 @@ class Worker:
             try:
                 action()
                 return
-            except OUTAGE as error:
+            except redis.RedisError as error:
+                if not is_outage(error):
+                    raise
                 logger.warning("the server can't be used, trying again in %g s: %s", RECONNECT_INTERVAL, error)
                 self._stops.wait(RECONNECT_INTERVAL)
         logger.error("stopped before the server could be told everything")
@@ -393,7 +428,8 @@ class Worker:
         """Let the engine finish its step, tell the server everything, give back the rest."""
         engine = self._feeder.engine
         engine.send(Stop())
-        while not engine.gone and (left := self._time_to_stop()) > 0:
+        # Half of the time is the engine's, the rest for telling the server.
+        while not engine.gone and (left := self._time_to_stop() - STOP_SECONDS / 2) > 0:
             self._stops.clear()
             self._selector.select(min(left, STOP_SECONDS))
             self._commands.clear()
@@ -405,6 +441,9 @@ class Worker:
         self._insist(self._flush)
         rest = list(self._ledger.jobs.values())
         self._insist(lambda: self._ledger.release(rest))
+        self._insist(self._release_strays)
         self._follow_ups.stop(max(0.0, min(STOP_SECONDS, self._time_to_stop())))
         self._insist(self._registration.death)
+        if not self._ledger.owned:
+            self._insist(self._lease.give_up)
         logger.info("worker %s stopped; %d unfinished jobs are queued again", self._options.name, len(rest))

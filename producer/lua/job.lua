@@ -12,7 +12,7 @@ local function stream_key(context) return prefix .. ':batonq:stream:' .. context
 
 -- Ids of a job's contexts, as far as the server knows of them.
 local function contexts_of(id)
-  local n = tonumber(redis.call('HGET', job_key(id), 'batonq_n') or 1)
+  local n = tonumber(redis.call('HGET', job_key(id), 'batonq_n') or 1) or 1
   if n == 1 then return {id} end
   local ids = {}
   for i = 1, n do ids[i] = id .. '.' .. (i - 1) end

@@ -5,7 +5,7 @@
 local function unfit(id, can)
   local contexts = contexts_of(id)
   local held = redis.call('HMGET', ctx_key(contexts[1]), 'min_reader', 'numerics', 'weights')
-  if tonumber(held[1] or 1) > can[3] then return 'schema' end
+  if (tonumber(held[1] or 1) or 1) > can[3] then return 'schema' end
   local numerics = held[2] and string.match(held[2], '[^,]*$') ~= can[1]
   local weights = held[3] and held[3] ~= can[2]
   if not numerics and not weights or redis.call('HGET', job_key(id), 'batonq_any') == '1' then return nil end
