@@ -397,6 +397,7 @@ _NONSENSE: dict[str, tuple[str, Any]] = {
     "parts of tokens": ("tok", b"\x01\x02\x03"),
     "tokens that do not exist": ("tok", b"\xff" * 40),
     "too many tokens": ("tok", b"\x01\x00\x00\x00" * 5000),
+    "tokens after their end": ("tok", (b"\x00\x01\x00\x00" + b"\x01\x00\x00\x00") * 5),
     "no count": ("resumes", b"many"),
     "no text": ("owners", b"\xff\xfe"),
 }
@@ -405,7 +406,7 @@ _NONSENSE: dict[str, tuple[str, Any]] = {
 @pytest.mark.parametrize("what", _NONSENSE)
 def test_malformed_metadata(what: str, tmp_path: Path, model: Path, expected: dict[str, Outcome]) -> None:
     """The job fails with an error that says so; its neighbours finish."""
-    victim = str(JOBS[0].id)
+    victim = str(JOBS[6].id)  # one that ends at EOS
     with fleet(tmp_path / "fleet", *FAST_LEASE, model=model, **SLOW) as running, connect(running) as connection:
         running.submit(JOBS)
         running.start_worker(0)
@@ -418,9 +419,9 @@ def test_malformed_metadata(what: str, tmp_path: Path, model: Path, expected: di
             connection.hset(keys.context(victim), field, value)
         running.start_worker(1)
         running.await_end(JOBS)
-        outcomes = running.outcomes(JOBS)
-        assert outcomes.pop(victim).choices.code == "unreadable_context"
-        assert outcomes == {job_id: outcome for job_id, outcome in expected.items() if job_id != victim}
+        rest = [job for job in JOBS if job.id != victim]
+        assert running.errors([victim]) == {victim: "unreadable_context"}
+        assert running.outcomes(rest) == {job_id: outcome for job_id, outcome in expected.items() if job_id != victim}
         assert running.workers[1].process.poll() is None
 
 
@@ -470,6 +471,39 @@ def test_both_are_frozen_and_woken(tmp_path: Path, model: Path, expected: dict[s
         more = jobs(8, 40, "more")
         running.submit(more)
         running.await_end(more)
+
+
+def test_a_worker_comes_back_under_its_own_name(tmp_path: Path, model: Path, expected: dict[str, Outcome]) -> None:
+    """Within its lease, as under a supervisor that gives it a fixed name: what it had owned goes on."""
+    with fleet(tmp_path / "fleet", "--lease", "30", model=model, **SLOW) as running:
+        running.names[0] = "fixed"
+        running.submit(JOBS)
+        running.start_worker(0)
+        halfway(running)
+        running.kill(0, "both")
+        running.start_worker(0)
+        running.await_end(JOBS)
+        assert running.outcomes(JOBS) == expected
+
+
+def test_nobody_takes_over_from_the_living_after_an_outage(tmp_path: Path, model: Path) -> None:
+    """The server is away for longer than a lease, so nobody could renew: all go on with what they have."""
+    long = jobs(16, 1800, "long")
+    with fleet(tmp_path / "fleet", *FAST_LEASE, model=model, **SLOW) as running, connect(running) as connection:
+        for slot in range(2):
+            running.start_worker(slot)
+            running.await_ready(slot)
+        running.submit(long)
+        names = [running.workers[slot].name for slot in range(2)]
+        eventually(lambda: all(connection.scard(keys.worker_executions(name)) for name in names), "both have jobs")
+        eventually(lambda: tokens_committed(running, long) > 100, "tokens are committed")
+        running.valkey.process.send_signal(signal.SIGSTOP)
+        time.sleep(2.5)  # more than two leases
+        running.valkey.process.send_signal(signal.SIGCONT)
+        running.await_end(long)
+        assert "is dead" not in running.log
+        samples = [(s.context_id, s.position) for path in running.samples.iterdir() for s in step_log.read(path)]
+        assert len(samples) == len(set(samples)), "tokens were drawn twice"
 
 
 @pytest.mark.parametrize("times", [6, pytest.param(50, marks=pytest.mark.soak)])

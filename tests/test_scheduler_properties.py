@@ -148,3 +148,43 @@ TestEngineLife = EngineLife.TestCase
 TestEngineLife.settings = settings(
     max_examples=2000, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+def test_steps_hold_those_that_run_alone_and_nobody_loses_by_it() -> None:
+    """Others keep their blocks and go on afterwards, to the same tokens."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    engine = null_engine.build(num_blocks=64, max_num_seqs=2)
+    contexts = {name: engine.add(name, list(name.encode()) * 5, params) for name in ("first", "second")}
+    for _ in range(4):
+        engine.step()
+    held = {name: list(context.block_table) for name, context in contexts.items()}
+    engine.scheduler.alone.add("suspect")
+    engine.add("suspect", [1, 2, 3], params)
+    output = engine.step()
+    assert {part.context_id for part in output.outputs} == {"suspect"}, "a step held somebody else"
+    assert output.preempted == ("second",), "there are two places, so the youngest makes room"
+    assert contexts["first"].block_table == held["first"]
+    engine.scheduler.alone.clear()
+    while engine.has_work:
+        engine.step()
+    for name, context in {**contexts, "suspect": engine.contexts["suspect"]}.items():
+        assert context.output_token_ids == alone(list(context.input_token_ids), params), name
+        engine.forget(name)
+    engine.check_idle()
+
+
+def test_one_that_runs_alone_takes_blocks_that_it_needs() -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    engine = null_engine.build(num_blocks=24)
+    for name in ("first", "second", "third"):
+        engine.add(name, list(name.encode()), params.model_copy(update={"max_tokens": 20}))
+    while not all(context.output_token_ids for context in engine.contexts.values()):
+        engine.step()
+    engine.scheduler.alone.add("suspect")
+    suspect = engine.add("suspect", [1] * 30, params)
+    while not suspect.output_token_ids:
+        assert {part.context_id for part in engine.step().outputs} <= {"suspect"}
+    engine.scheduler.alone.clear()
+    while engine.has_work:
+        engine.step()
+    assert suspect.output_token_ids == alone([1] * 30, params)

@@ -68,11 +68,14 @@ local function end_stream(context, tokens, fields)
   end
 end
 
--- End the streams of a job that has no output, where its committed tokens end.
+-- End the streams of a job that has no output, where its committed tokens end, or its last entry, whichever is later: a
+-- job may fail because its tokens aren't what they were.
 local function break_streams(id, code, message)
   if redis.call('HGET', job_key(id), 'batonq_stream') ~= '1' then return end
   for _, context in ipairs(contexts_of(id)) do
-    end_stream(context, committed_tokens(context), {'error', code, 'message', message})
+    local last = redis.call('XREVRANGE', stream_key(context), '+', '-', 'COUNT', 1)[1]
+    local shown = last and tonumber(string.match(last[1], '^%d+')) or 0
+    end_stream(context, math.max(math.floor(committed_tokens(context)), shown), {'error', code, 'message', message})
   end
 end
 

@@ -91,6 +91,8 @@ class Fleet:
     #: Where workers find the server, if not where it is; and more of their environment.
     url: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    #: Names of workers by slot, where they are not to be new ones each time.
+    names: dict[int, str] = field(default_factory=dict)
     workers: dict[int, FleetWorker] = field(default_factory=dict)
     #: Process id of each child that was killed, and when.
     kills: dict[int, float] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class Fleet:
 
     def start_worker(self, slot: int) -> FleetWorker:
         self._started += 1
-        name = f"w{slot}-{self._started}"
+        name = self.names.get(slot) or f"w{slot}-{self._started}"
         where = ["--redis-url", self.url or self.valkey.url, "--model", str(self.model), "--served-model-name", QUEUE]
         command = [sys.executable, "-m", "batonq.worker", *where, "--name", name, *self.options]
         command += ["--engine", "tests.support.faulty_engine"]
@@ -191,6 +193,13 @@ class Fleet:
             n = max(1, len(result.choices))
             streams = [read_stream(producer.connection, name) for name in keys.context_ids(job_id, n)]
             found[job_id] = Outcome(choices, streams)
+        producer.connection.close()
+        return found
+
+    def errors(self, ids: Sequence[str]) -> dict[str, str]:
+        """Codes of the errors of jobs that failed."""
+        producer = Producer(self.valkey.url)
+        found = {job_id: result.error.code for job_id, result in producer.results(ids).items() if result.error}
         producer.connection.close()
         return found
 
