@@ -1,8 +1,8 @@
 """How long contexts stand still when a worker dies: from SIGKILL to the next token, drawn by another worker.
 
-    python -m benchmarks.takeover [--rounds 7] [--lease 10] [--contexts 8] [--dtype bfloat16]
+    python -m benchmarks.takeover [--rounds 7] [--lease 10] [--contexts 8] [--dtype bfloat16] [--num-threads 2]
 
-Two warm workers of one thread each; one of them runs all the contexts, which are between 64 and 256 tokens long. Killed
+Two warm workers; one of them runs all the contexts, which are between 64 and 256 tokens long. Killed
 is its engine, or its parent (and with it the engine). A parent's death is measured twice: as on one machine, where a
 dead process is recognised, and as from another, where only the lease tells. Printed are medians over contexts and
 rounds, and how old the oldest sample was, at the kill, that had to be drawn again.
@@ -121,8 +121,10 @@ def main() -> None:
     parser.add_argument("--lease", type=float, default=10.0)
     parser.add_argument("--contexts", type=int, default=8)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--num-threads", type=int, help="of each worker; default: all cores")
     args = parser.parse_args()
-    options = ["--num-threads", "1", "--dtype", args.dtype, "--lease", str(args.lease)]
+    options = ["--dtype", args.dtype, "--lease", str(args.lease)]
+    options += ["--num-threads", str(args.num_threads)] if args.num_threads else []
     for kind, what in (
         ("engine", "the engine is killed"),
         ("process", "the parent is killed, on the same machine"),
