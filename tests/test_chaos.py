@@ -28,7 +28,7 @@ SLOW = {"step_seconds": 0.01}
 OPTIONS = ("--lease", str(LEASE), "--log-level", "warning")
 
 #: Jobs, most tokens of each, and seconds of chaos.
-SHORT, LONG = (32, 300, 12.0), (200, 900, 120.0)
+SHORT, LONG = (32, 300, 9.0), (200, 900, 120.0)
 sizes = pytest.mark.parametrize("size", [SHORT, pytest.param(LONG, marks=pytest.mark.soak)], ids=["short", "long"])
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_killed_before_a_reply(script: str, tmp_path: Path, model: Path, expecte
 def test_cut_off_from_the_server(tmp_path: Path, model: Path, expected: dict[str, Outcome]) -> None:
     """It stops before its lease is over, another takes over, and when the network is back nothing of it counts."""
     with fleet(tmp_path / "fleet", "--lease", "2.0", model=model, **SLOW) as running:
-        long = jobs(8, 1800, "long")
+        long = jobs(8, 900, "long")
         with proxy(tmp_path, running.valkey.url) as between:
             running.url = between.url
             running.submit(long)
@@ -290,7 +291,7 @@ def test_the_server_takes_no_writes(how: str, tmp_path: Path, model: Path, expec
 
 def test_a_long_outage_pauses_the_engine(tmp_path: Path, model: Path) -> None:
     """Longer than the lease, with nobody else there: afterwards it goes on with what it has."""
-    long = jobs(8, 1800, "long")
+    long = jobs(8, 900, "long")
     with fleet(tmp_path / "fleet", *FAST_LEASE, model=model, **SLOW) as running:
         with proxy(tmp_path, running.valkey.url) as between:
             running.url = between.url
@@ -334,19 +335,29 @@ def test_out_of_memory_in_a_step(tmp_path: Path, model: Path, expected: dict[str
 
 
 @pytest.mark.parametrize("shift", [3600, -3600])
-def test_wall_clocks_jump(shift: int, tmp_path: Path, model: Path, expected: dict[str, Outcome]) -> None:
-    """By an hour, on one of two workers and on the server, before and while jobs run: no lease lapses."""
+def test_wall_clocks_jump(
+    shift: int, tmp_path: Path, model: Path, expected: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an hour, those of the server and of one of two workers, while jobs run: no lease lapses."""
     library, clock = tmp_path / "wall_clock.so", tmp_path / "shift"
     source = Path(__file__).parent / "support" / "wall_clock.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, source, "-ldl"], check=True)
-    clock.write_bytes(shift.to_bytes(8, "little", signed=True))
-    with fleet(tmp_path / "fleet", *FAST_LEASE, model=model, **SLOW) as running:
+    clock.write_bytes(bytes(8))
+    shifted = {"LD_PRELOAD": str(library), "WALL_CLOCK_SHIFT": str(clock)}
+    with ExitStack() as stack:
+        with monkeypatch.context() as patch:  # for the server, which is started here
+            for name, value in shifted.items():
+                patch.setenv(name, value)
+            running = stack.enter_context(fleet(tmp_path / "fleet", *FAST_LEASE, model=model, **SLOW))
         running.submit(JOBS)
         running.start_worker(0)
-        running.environment = {"LD_PRELOAD": str(library), "WALL_CLOCK_SHIFT": str(clock)}
+        running.environment = shifted
         running.start_worker(1)
         halfway(running)
-        clock.write_bytes((0).to_bytes(8, "little", signed=True))
+        before = time.time()
+        clock.write_bytes(shift.to_bytes(8, "little", signed=True))
+        with connect(running) as connection:
+            assert abs(connection.time()[0] - before - shift) < 60, "the server's clock has not jumped"
         running.await_end(JOBS)
         assert "lapsed" not in running.log
         assert running.outcomes(JOBS) == expected
@@ -354,7 +365,7 @@ def test_wall_clocks_jump(shift: int, tmp_path: Path, model: Path, expected: dic
 
 def test_sigterm_in_the_middle_of_long_jobs(tmp_path: Path, model: Path) -> None:
     """Everything is handed back in good time, and no sample of the first owner is drawn again."""
-    long = jobs(8, 1800, "long")
+    long = jobs(8, 900, "long")
     with fleet(tmp_path / "fleet", model=model, **SLOW) as running:
         running.submit(long)
         running.start_worker(0)
@@ -488,7 +499,7 @@ def test_a_worker_comes_back_under_its_own_name(tmp_path: Path, model: Path, exp
 
 def test_nobody_takes_over_from_the_living_after_an_outage(tmp_path: Path, model: Path) -> None:
     """The server is away for longer than a lease, so nobody could renew: all go on with what they have."""
-    long = jobs(16, 1800, "long")
+    long = jobs(16, 900, "long")
     with fleet(tmp_path / "fleet", *FAST_LEASE, model=model, **SLOW) as running, connect(running) as connection:
         for slot in range(2):
             running.start_worker(slot)

@@ -371,6 +371,8 @@ class Worker:
                 self._fail(job, ErrorInfo(code=ending.error_code, message=message, param=ending.error_param))
             elif job.ended:
                 self._ledger.end(succeed(job, self._place, time.time()))
+                if not self._ledger.jobs:  # nothing else will be there to tell at the next commit
+                    self._next_commit = 0.0
 
     def _restrain_engine(self) -> None:
         """Pause an engine that is too far ahead of the server or may have lost its jobs; kill one that hangs."""
