@@ -7,13 +7,16 @@
 local _, queues, worker, executions, now_iso, now, ttl, can = unpack(args)
 if redis.call('EXISTS', key('suspended')) == 1 then return false end
 
-local aside = {}
+local aside, fresh = {}, false
 
 -- Whether a job is to be claimed. One that this worker can't carry on is set aside. Of a job that has ended and was
--- queued again, nothing of before counts any more.
+-- queued again, nothing of before counts any more. One that is fresh was never claimed nor ended in any way: it has left
+-- nothing anywhere.
 local function wanted(id, queue)
-  local held = redis.call('HMGET', job_key(id), 'status', 'batonq_ended_by')
+  local held = redis.call('HMGET', job_key(id), 'status', 'batonq_ended_by', 'batonq_epoch', 'ended_at')
   if held[1] ~= 'queued' then return false end
+  fresh = not held[3] and (not held[4] or held[4] == '')
+  if fresh then return true end
   local reason = not held[2] and unfit(id, can)
   if not reason then return true end
   redis.call('ZADD', key('batonq', 'aside', queue), redis.call('TIME')[1], id)
@@ -33,6 +36,7 @@ end
 
 -- What earlier owners left of a job's contexts. Of a job that has ended and was queued again, nothing counts any more.
 local function mirrors(id)
+  if fresh then return {{{}, '', ''}} end
   local found = {}
   local anew = redis.call('HDEL', job_key(id), 'batonq_ended_by') == 1
   for i, context in ipairs(contexts_of(id)) do
@@ -53,13 +57,14 @@ for _, execution in ipairs(executions) do
   local epoch = redis.call('HINCRBY', job, 'batonq_epoch', 1)
   redis.call('HSET', job, 'status', 'started', 'started_at', now_iso, 'last_heartbeat', now_iso,
              'worker_name', worker, 'origin', queue, 'batonq_execution', execution)
-  redis.call('HDEL', job, 'batonq_any')
-  for _, name in ipairs({job, key('results', id), key('job', id, 'dependents'), key('job', '', id, 'dependencies')}) do
-    redis.call('PERSIST', name)
+  if not fresh then
+    redis.call('HDEL', job, 'batonq_any')
+    for _, name in ipairs({job, key('results', id), key('job', id, 'dependents'), key('job', '', id, 'dependencies')}) do
+      redis.call('PERSIST', name)
+    end
+    for _, registry in ipairs({'finished', 'failed', 'canceled'}) do redis.call('ZREM', key(registry, queue), id) end
   end
-  for _, registry in ipairs({'finished', 'failed', 'canceled', 'scheduled'}) do
-    redis.call('ZREM', key(registry, queue), id)
-  end
+  redis.call('ZREM', key('scheduled', queue), id)
   if epoch > 1 then note(id, 'claimed', worker) end
   -- rq's default description is the call with all its arguments: a prompt in plain sight of every dashboard.
   local description = redis.call('HGET', job, 'description')
