@@ -20,8 +20,7 @@ import redis
 from batonq.producer import keys
 from batonq.producer.schema import PromptJob
 from batonq.worker import step_log
-from tests.support.fleets import Fleet, fleet, jobs, tiny_model
-from tests.support.servers import eventually
+from tests.support.fleets import Fleet, calm_outcomes, fleet, jobs, tiny_model
 
 LEASE = 2.0
 SLOW = {"step_seconds": 0.01}
@@ -37,14 +36,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def calm(directory: Path, model: Path, made: list[PromptJob]) -> dict[str, object]:
-    with fleet(directory, *OPTIONS, model=model) as quiet, redis.Redis.from_url(quiet.valkey.url) as connection:
-        quiet.submit(made)
-        with quiet.supervised(1):
-            eventually(lambda: not quiet.unfinished(connection, made), "the calm run ends", 300)
-        return dict(quiet.outcomes(made))
-
-
 @sizes
 def test_killed_at_random(tmp_path: Path, model: Path, size: tuple[int, int, float]) -> None:
     count, most_tokens, seconds = size
@@ -58,7 +49,7 @@ def test_killed_at_random(tmp_path: Path, model: Path, size: tuple[int, int, flo
                 wild.kill(chance.randrange(3), chance.choice(["child", "parent", "both"]))
             finished = count - wild.unfinished(connection, made)
             mid_decode, owners = takeovers(wild, made)
-            eventually(lambda: not wild.unfinished(connection, made), "every job ends", 600)
+            wild.await_end(made, 600)
         sys.stdout.write(
             f"\nkills: {dict(wild.kill_kinds)}; meanwhile {finished} of {count} jobs finished, {mid_decode} takeovers "
             f"in mid-decode, {sum(n >= 3 for n in owners)} jobs with three owners or more\n"
@@ -69,7 +60,7 @@ def test_killed_at_random(tmp_path: Path, model: Path, size: tuple[int, int, flo
             assert finished >= count / 2
         assert mid_decode > 0
         check_one_pass(wild, made)
-        assert wild.outcomes(made) == calm(tmp_path / "calm", model, made)
+        assert wild.outcomes(made) == calm_outcomes(tmp_path / "calm", model, made)
 
 
 @sizes
@@ -93,10 +84,10 @@ def test_frozen_past_the_lease(tmp_path: Path, model: Path, size: tuple[int, int
                 for pid in frozen:
                     os.kill(pid, signal.SIGCONT)
                 time.sleep(chance.uniform(0.0, 0.5))
-            eventually(lambda: not wild.unfinished(connection, made), "every job ends", 600)
+            wild.await_end(made, 600)
         assert "its lease has lapsed" in wild.log
         assert "no longer ours" in wild.log
-        assert wild.outcomes(made) == calm(tmp_path / "calm", model, made)
+        assert wild.outcomes(made) == calm_outcomes(tmp_path / "calm", model, made)
 
 
 def takeovers(wild: Fleet, made: list[PromptJob]) -> tuple[int, list[int]]:

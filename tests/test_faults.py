@@ -26,7 +26,7 @@ from batonq.producer.errors import JobNotFoundError
 from batonq.producer.schema import PromptJob
 from batonq.worker import step_log
 from batonq.worker.scripts import Scripts
-from tests.support.fleets import QUEUE, Fleet, Outcome, fleet, jobs, tiny_model
+from tests.support.fleets import QUEUE, Fleet, Outcome, calm_outcomes, fleet, jobs, tiny_model
 from tests.support.proxies import proxy
 from tests.support.servers import eventually
 
@@ -42,11 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Outcome]:
-    with fleet(tmp_path_factory.mktemp("calm"), model=model) as quiet:
-        quiet.submit(JOBS)
-        quiet.start_worker(0)
-        quiet.await_end(JOBS)
-        return quiet.outcomes(JOBS)
+    return calm_outcomes(tmp_path_factory.mktemp("calm"), model, JOBS)
 
 
 def connect(running: Fleet) -> redis.Redis:
@@ -150,7 +146,7 @@ def test_killed_before_a_reply(script: str, tmp_path: Path, model: Path, expecte
         assert running.outcomes(JOBS) == expected
 
 
-def test_cut_off_from_the_server(tmp_path: Path, model: Path, expected: dict[str, Outcome]) -> None:
+def test_cut_off_from_the_server(tmp_path: Path, model: Path) -> None:
     """It stops before its lease is over, another takes over, and when the network is back nothing of it counts."""
     with fleet(tmp_path / "fleet", "--lease", "2.0", model=model, **SLOW) as running:
         long = jobs(8, 900, "long")
@@ -179,11 +175,7 @@ def test_cut_off_from_the_server(tmp_path: Path, model: Path, expected: dict[str
             eventually(lambda: "no longer ours" in running.log, "it hears that it has lost them")
             running.await_end(long)
             got = running.outcomes(long)
-    with fleet(tmp_path / "calm", model=model) as quiet:
-        quiet.submit(long)
-        quiet.start_worker(0)
-        quiet.await_end(long)
-        assert got == quiet.outcomes(long)
+    assert got == calm_outcomes(tmp_path / "calm", model, long)
 
 
 def restart(running: Fleet, change: Callable[[Path], object] = lambda _: None) -> None:
@@ -285,7 +277,7 @@ def test_the_server_takes_no_writes(how: str, tmp_path: Path, model: Path, expec
             connection.replicaof("no", "one")
         running.await_end(JOBS)
         assert running.outcomes(JOBS) == expected
-        drawn = [(s.context_id, s.position) for path in running.samples.iterdir() for s in step_log.read(path)]
+        drawn = running.drawn()
         assert len(drawn) == len(set(drawn))
 
 
@@ -300,18 +292,15 @@ def test_a_long_outage_pauses_the_engine(tmp_path: Path, model: Path) -> None:
             eventually(lambda: tokens_committed(running, long) > 100, "tokens are committed")
             between.cut.set()
 
-            def drawn() -> int:
-                return sum(1 for path in running.samples.iterdir() for _ in step_log.read(path))
-
             def still() -> bool:
-                before = drawn()
+                before = running.drawn()
                 time.sleep(0.3)  # many steps' time
-                return drawn() == before
+                return running.drawn() == before
 
             eventually(still, "the engine pauses")
             between.cut.clear()
             running.await_end(long)
-        samples = [(s.context_id, s.position) for path in running.samples.iterdir() for s in step_log.read(path)]
+        samples = running.drawn()
         assert len(samples) == len(set(samples)), "tokens were drawn twice"
 
 
@@ -374,7 +363,7 @@ def test_sigterm_in_the_middle_of_long_jobs(tmp_path: Path, model: Path) -> None
         assert running.workers[0].process.wait(30) == 0
         running.start_worker(1)
         running.await_end(long)
-        samples = [(s.context_id, s.position) for path in running.samples.iterdir() for s in step_log.read(path)]
+        samples = running.drawn()
         assert len(samples) == len(set(samples))
 
 
@@ -513,7 +502,7 @@ def test_nobody_takes_over_from_the_living_after_an_outage(tmp_path: Path, model
         running.valkey.process.send_signal(signal.SIGCONT)
         running.await_end(long)
         assert "is dead" not in running.log
-        samples = [(s.context_id, s.position) for path in running.samples.iterdir() for s in step_log.read(path)]
+        samples = running.drawn()
         assert len(samples) == len(set(samples)), "tokens were drawn twice"
 
 

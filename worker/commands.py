@@ -6,17 +6,16 @@ connection is down is lost, as in rq.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import queue
-import socket
 import threading
 from dataclasses import dataclass
 
 import redis
 
 from batonq.producer import keys
+from batonq.worker.waker import Waker
 
 #: Seconds of one wait for a message; `stop` takes no longer than this.
 _WAIT_SECONDS = 0.5
@@ -42,9 +41,7 @@ class CommandListener:
         self._connection = redis.Redis.from_url(url, socket_timeout=10)
         self._channel = keys.pubsub(worker)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
+        self._waker = Waker()
         self._stopping = threading.Event()
         self._subscribed = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="commands", daemon=True)
@@ -52,7 +49,7 @@ class CommandListener:
 
     def fileno(self) -> int:
         """For select."""
-        return self._reader.fileno()
+        return self._waker.fileno()
 
     def await_subscribed(self, seconds: float) -> bool:
         """Wait until commands are heard."""
@@ -60,8 +57,7 @@ class CommandListener:
 
     def clear(self) -> None:
         """Forget past rings."""
-        with contextlib.suppress(BlockingIOError):
-            self._reader.recv(4096)
+        self._waker.clear()
 
     def take(self) -> list[Command]:
         """The commands that have come, oldest first."""
@@ -92,16 +88,14 @@ class CommandListener:
                 logger.warning("a command that can't be read: %r", message["data"])
                 return
             self._commands.put(command)
-            with contextlib.suppress(BlockingIOError):  # then it is readable already
-                self._writer.send(b"!")
+            self._waker.wake()
 
     def stop(self) -> None:
         """End the thread and close the connection."""
         self._stopping.set()
         self._thread.join()
         self._connection.close()
-        self._reader.close()
-        self._writer.close()
+        self._waker.close()
 
 
 def parse(data: object) -> Command | None:

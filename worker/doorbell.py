@@ -9,12 +9,12 @@ BLPOP, which takes the job.
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 
 import redis
 
 from batonq.producer import keys
+from batonq.worker.waker import Waker
 
 #: Seconds of one blocking call. Only an outage in the wrong moment makes `stop` wait that long.
 _BLOCK_SECONDS = 2
@@ -30,8 +30,7 @@ class Doorbell:
         self._client_id: int = self._connection.client_id()
         self._url = url
         self._queue = keys.queue(queue)
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
+        self._waker = Waker()
         self._armed = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._wait, name="doorbell", daemon=True)
@@ -39,7 +38,7 @@ class Doorbell:
 
     def fileno(self) -> int:
         """For select."""
-        return self._reader.fileno()
+        return self._waker.fileno()
 
     def arm(self) -> None:
         """Begin to wait, if not waiting yet."""
@@ -47,11 +46,7 @@ class Doorbell:
 
     def clear(self) -> None:
         """Forget past rings."""
-        try:
-            while self._reader.recv(64):
-                pass
-        except BlockingIOError:
-            pass
+        self._waker.clear()
 
     def _wait(self) -> None:
         while True:
@@ -66,7 +61,7 @@ class Doorbell:
                 rung = b"failed"
             if rung:
                 self._armed.clear()
-                self._writer.send(b"!")
+                self._waker.wake()
 
     def stop(self) -> None:
         """End the thread and close the connection."""
@@ -79,5 +74,4 @@ class Doorbell:
             logger.debug("doorbell: %s", error)
         self._thread.join()
         self._connection.close()
-        self._reader.close()
-        self._writer.close()
+        self._waker.close()

@@ -57,10 +57,7 @@ class Feeder:
     @property
     def in_step(self) -> list[OwnedJob]:
         """Jobs that the step held which the engine's death has interrupted."""
-        return list({id(job): job for number in self.engine.in_step if (job := self._job(number))}.values())
-
-    def _job(self, number: int) -> OwnedJob | None:
-        return self._running[number][0] if number in self._running else None
+        return list(dict.fromkeys(self._running[n][0] for n in self.engine.in_step if n in self._running))
 
     @property
     def inside(self) -> list[OwnedJob]:

@@ -11,18 +11,16 @@ An owner that can't renew must stop before anybody may take over: its lease hold
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from batonq.producer import keys
+from batonq.worker.connection import connect
 from batonq.worker.registration import WORKER_TTL
+from batonq.worker.waker import Waker
 
 #: Renewals in a lease.
 _RENEWALS = 4
@@ -37,19 +35,12 @@ class Lease:
 
     def __init__(self, url: str, worker: str, queues: Sequence[str], seconds: float) -> None:
         self._interval = seconds / _RENEWALS
-        self._connection = redis.Redis.from_url(
-            url,
-            socket_timeout=self._interval,
-            socket_connect_timeout=self._interval,
-            retry=Retry(NoBackoff(), 0),
-        )
+        self._connection = connect(url, self._interval)
         self._worker = worker
         self._queues = queues
         self._holds_for = seconds * _HOLDS
         self._held_until = 0.0
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
+        self._waker = Waker()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
 
@@ -65,12 +56,11 @@ class Lease:
 
     def fileno(self) -> int:
         """For select."""
-        return self._reader.fileno()
+        return self._waker.fileno()
 
     def clear(self) -> None:
         """Forget past changes."""
-        with suppress(BlockingIOError):
-            self._reader.recv(64)
+        self._waker.clear()
 
     def _keep(self) -> None:
         was_held = True
@@ -81,8 +71,7 @@ class Lease:
                 logger.debug("lease: %s", error)
             if self.held != was_held:
                 was_held = self.held
-                with suppress(BlockingIOError):  # then it is readable already
-                    self._writer.send(b"!")
+                self._waker.wake()
 
     def _renew(self) -> None:
         asked = time.monotonic()
@@ -108,8 +97,7 @@ class Lease:
         """End the thread; who has not `given up` the lease leaves it to lapse."""
         self._end_thread()
         self._connection.close()
-        self._reader.close()
-        self._writer.close()
+        self._waker.close()
 
 
 class Watch:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import select
 import signal
-import socket
 from types import FrameType, TracebackType
 from typing import Any
+
+from batonq.worker.waker import Waker
 
 
 class StopRequests:
@@ -18,19 +18,16 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.count = 0
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
+        self._waker = Waker()
         self._previous: dict[signal.Signals, Any] = {}
 
     def fileno(self) -> int:
         """For select."""
-        return self._reader.fileno()
+        return self._waker.fileno()
 
     def clear(self) -> None:
         """Take note of what has come so far."""
-        with contextlib.suppress(BlockingIOError):
-            self._reader.recv(64)
+        self._waker.clear()
 
     def wait(self, seconds: float) -> None:
         """Sleep, or less if a request comes."""
@@ -40,8 +37,7 @@ class StopRequests:
     def request(self) -> None:
         """Ask to stop, as a signal does."""
         self.count += 1
-        with contextlib.suppress(BlockingIOError):  # then it is readable already
-            self._writer.send(b"!")
+        self._waker.wake()
 
     def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
         self.request()
@@ -54,5 +50,4 @@ class StopRequests:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for request, handler in self._previous.items():
             signal.signal(request, handler)
-        self._reader.close()
-        self._writer.close()
+        self._waker.close()

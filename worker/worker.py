@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import redis
-from redis.backoff import NoBackoff
 from redis.exceptions import OutOfMemoryError, ReadOnlyError
-from redis.retry import Retry
 
 from batonq.engine.limits import Limits
 from batonq.producer.schema import ErrorInfo
 from batonq.worker.commands import Command, CommandListener
+from batonq.worker.connection import connect
 from batonq.worker.doorbell import Doorbell
 from batonq.worker.endings import fail, refuse, succeed
 from batonq.worker.engine_process import EngineProcess, start_engine
@@ -87,6 +86,10 @@ class WorkerOptions:
     allow_callbacks: bool = False
     timing: Timing = field(default_factory=Timing)
 
+    def start_engine(self, stops: StopRequests) -> tuple[EngineProcess, Ready] | None:
+        """As `engine_process.start_engine`."""
+        return start_engine(self.engine, self.engine_options, self.timing.step_timeout, stops)
+
 
 def is_outage(error: redis.RedisError) -> bool:
     """Whether the server is away, or can't be written to for now: what was to be said is kept and said later."""
@@ -102,12 +105,9 @@ def run_worker(options: WorkerOptions) -> None:
     """
     with StopRequests() as stops:
         # Shorter than a lease, so that a worker that is cut off comes round to stopping before it is over.
-        patience = options.timing.lease / 4
-        connection = redis.Redis.from_url(
-            options.redis_url, socket_timeout=patience, socket_connect_timeout=patience, retry=Retry(NoBackoff(), 0)
-        )
+        connection = connect(options.redis_url, options.timing.lease / 4)
         connection.ping()
-        started = start_engine(options.engine, options.engine_options, options.timing.step_timeout, stops)
+        started = options.start_engine(stops)
         if started is None:
             return
         worker = Worker(options, connection, stops, *started)
@@ -214,7 +214,7 @@ class Worker:
     def _mind_the_gap(self) -> None:
         """Where this process stood still, silence is no sign that the engine hangs."""
         now = time.monotonic()
-        if now > self._last_pass + max(STOOD_STILL, 2 * self._options.timing.lease / 4):
+        if now > self._last_pass + max(STOOD_STILL, self._options.timing.lease / 2):
             self._feeder.forgive_silence()
         self._last_pass = now
 
@@ -395,8 +395,7 @@ class Worker:
         self._insist(lambda: self._ledger.release(suspects, crashed=suspects))
         self._insist(lambda: self._ledger.release([*dead.inside, *dead.waiting]))
         self._intake.ring()
-        options = self._options
-        started = start_engine(options.engine, options.engine_options, options.timing.step_timeout, self._stops)
+        started = self._options.start_engine(self._stops)
         if started is not None:
             self._feeder = Feeder(started[0])
             self._selector.register(self._feeder.engine, selectors.EVENT_READ)

@@ -203,6 +203,10 @@ class Fleet:
         producer.connection.close()
         return found
 
+    def drawn(self) -> list[tuple[str, int]]:
+        """Context and position of every sample, those drawn again as often as they were."""
+        return [(s.context_id, s.position) for path in self.samples.iterdir() for s in step_log.read(path)]
+
     def history(self, job: PromptJob) -> list[tuple[str, str, int]]:
         """Events between a job's first claim and its end: what, which worker, committed tokens."""
         with redis.Redis.from_url(self.valkey.url) as connection:
@@ -239,6 +243,15 @@ def fleet(directory: Path, *options: str, model: Path | None = None, **faults: A
             for each in made.workers.values():
                 each.process.kill()
                 each.process.wait()
+
+
+def calm_outcomes(directory: Path, model: Path, made: Sequence[PromptJob]) -> dict[str, Outcome]:
+    """What becomes of jobs where nothing happens: one worker, on a server of its own."""
+    with fleet(directory, model=model) as quiet:
+        quiet.submit(made)
+        quiet.start_worker(0)
+        quiet.await_end(made, 300)
+        return quiet.outcomes(made)
 
 
 def tiny_model(directory: Path) -> Path:
