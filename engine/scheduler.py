@@ -59,7 +59,7 @@ class Scheduler:
 
     def add(self, context: Context) -> None:
         """Put a new context behind those that wait and are as urgent or more. It must fit the pool alone."""
-        assert self.pool.blocks_for(context.max_token_limit) <= self.pool.num_blocks
+        assert self._blocks_at_most(context) <= self.pool.num_blocks
         later = (i for i, other in enumerate(self.waiting) if other.priority > context.priority)
         self.waiting.insert(next(later, len(self.waiting)), context)
 
@@ -112,9 +112,14 @@ class Scheduler:
         self._schedule(context, draft)
 
     def _admit(self, draft: _Draft) -> None:
+        if not self.waiting:
+            return
+        at_most = sum(self._blocks_at_most(context) for context in self.running)
         while self.waiting and draft.budget and not draft.preempted and len(self.running) < self.config.max_num_seqs:
             context = self.waiting[0]
-            if not self._fits(context, self._shared_with(context)):
+            at_most += self._blocks_at_most(context)
+            # Where all have room at their longest, nothing has to be forecast.
+            if at_most > self.pool.num_blocks and not self._fits(context, self._shared_with(context)):
                 return
             self.waiting.popleft()
             self._start(context, draft)
@@ -210,6 +215,9 @@ class Scheduler:
         context.num_computed_tokens = 0
 
     # ── admission ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _blocks_at_most(self, context: Context) -> int:
+        return self.pool.blocks_for(context.max_token_limit)
 
     def _fits(self, candidate: Context, cached: Sequence[int]) -> bool:
         """Whether the peak of blocks stays within the pool if the candidate runs too."""

@@ -22,6 +22,7 @@ from batonq.producer.interrupt import EXIT_CODE as INTERRUPTED
 from batonq.producer.interrupt import Interrupt
 from batonq.producer.local import LocalFleet
 from batonq.producer.matching import match_output
+from batonq.producer.process import spare_collector
 from batonq.producer.progress import Reporter
 from batonq.producer.sinks import Sinks
 from batonq.producer.state import RunState
@@ -228,6 +229,7 @@ class _Run:
             self._reporter.note(f"no worker serves {self._options.queue} yet; its rows wait for one")
 
     def _loop(self, rows: Dispatch) -> None:
+        spare_collector()
         away = False
         reconcile_at = time.monotonic() + _RECONCILE_SECONDS
         while not (rows.finished or self._interrupt.requested):

@@ -22,6 +22,7 @@ from batonq.engine.errors import EngineError
 from batonq.engine.logprobs import pack, unpack
 from batonq.engine.plan import ContextOutput, Plan, StepOutput
 from batonq.engine.sampling_params import SamplingParams
+from batonq.producer.process import spare_collector
 from batonq.worker.messages import (
     Abort,
     Add,
@@ -73,6 +74,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Until told to stop or the parent is gone."""
+        spare_collector()
         while True:
             for message in self._channel.receive(wait=self._idle):
                 self._handle(message)

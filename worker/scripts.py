@@ -187,8 +187,9 @@ _FILES = {
     "settle": ("settle",),
     "sweep": ("sweep",),
 }
-#: Jobs that one sweep moves at most, and that one recall looks at.
-_SWEEP_BATCH, _RECALL_BATCH = 1000, 64
+#: Jobs that one sweep moves at most, that one recall looks at, and that one script ends: the server does nothing else
+#: meanwhile.
+_SWEEP_BATCH, _RECALL_BATCH, _FINISH_BATCH = 1000, 64, 64
 
 
 def _source(files: Sequence[str]) -> str:
@@ -313,7 +314,9 @@ class Scripts:
             )
             for e in endings
         ]
-        return [Finished(*map(bool, flags)) for flags in self._call_each("finish", batch)]
+        calls = [[batch[i : i + _FINISH_BATCH]] for i in range(0, len(batch), _FINISH_BATCH)]
+        outcomes = self._call_each("finish", calls)
+        return [Finished(*map(bool, flags)) for call in outcomes for flags in call]
 
     def release(self, worker: str, batch: Sequence[Ownership], *, crashed: Container[Ownership] = ()) -> list[bool]:
         """Give jobs back to the front of their queues, in this order; of those `crashed`, the engine's death counts."""

@@ -20,6 +20,7 @@ import redis
 from redis.exceptions import OutOfMemoryError, ReadOnlyError
 
 from batonq.engine.limits import Limits
+from batonq.producer.process import spare_collector
 from batonq.producer.schema import ErrorInfo
 from batonq.worker.commands import Command, CommandListener
 from batonq.worker.connection import connect
@@ -176,6 +177,7 @@ class Worker:
         self._lease.start()
         self._registration.birth()
         self._release_strays()
+        spare_collector()
         logger.info("worker %s serves %s", self._options.name, ", ".join(self._options.queues))
         while not self._stops.count and not self._done():
             self._sleep()

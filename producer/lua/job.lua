@@ -20,10 +20,13 @@ local function contexts_of(id)
 end
 
 -- A job is owned by whoever holds both its execution id and its epoch: the epoch orders owners, the random id still
--- tells two of them apart if the hash was deleted and the epoch began again.
-local function owned(id, execution, epoch)
-  local held = redis.call('HMGET', job_key(id), 'status', 'batonq_execution', 'batonq_epoch')
+-- tells two of them apart if the hash was deleted and the epoch began again. `held` are its status, execution and epoch.
+local function owns(held, execution, epoch)
   return held[1] == 'started' and held[2] == execution and tonumber(held[3]) == epoch
+end
+
+local function owned(id, execution, epoch)
+  return owns(redis.call('HMGET', job_key(id), 'status', 'batonq_execution', 'batonq_epoch'), execution, epoch)
 end
 
 -- Take down in a job's history what happened to it: `{Unix time} {event} {worker or -} {epoch} {committed tokens}`, a line

@@ -7,35 +7,34 @@
 local _, queues, worker, executions, now_iso, now, ttl, can = unpack(args)
 if redis.call('EXISTS', key('suspended')) == 1 then return false end
 
-local aside, fresh = {}, false
+local aside = {}
 
--- Whether a job is to be claimed. One that this worker can't carry on is set aside. Of a job that has ended and was
--- queued again, nothing of before counts any more. One that is fresh was never claimed nor ended in any way: it has left
--- nothing anywhere.
+-- What matters of a job that is to be claimed: {epoch, whether it is fresh, description}; nil if it is not. One that this
+-- worker can't carry on is set aside. Of a job that has ended and was queued again, nothing of before counts any more. One
+-- that is fresh was never claimed nor ended in any way: it has left nothing anywhere.
 local function wanted(id, queue)
-  local held = redis.call('HMGET', job_key(id), 'status', 'batonq_ended_by', 'batonq_epoch', 'ended_at')
-  if held[1] ~= 'queued' then return false end
-  fresh = not held[3] and (not held[4] or held[4] == '')
-  if fresh then return true end
-  local reason = not held[2] and unfit(id, can)
-  if not reason then return true end
+  local held = redis.call('HMGET', job_key(id), 'status', 'batonq_ended_by', 'batonq_epoch', 'ended_at', 'description')
+  if held[1] ~= 'queued' then return nil end
+  local fresh = not held[3] and (not held[4] or held[4] == '')
+  local reason = not fresh and not held[2] and unfit(id, can)
+  if not reason then return {tonumber(held[3] or 0), fresh, held[5] or ''} end
   redis.call('ZADD', key('batonq', 'aside', queue), redis.call('TIME')[1], id)
   aside[#aside + 1] = {id, reason}
-  return false
 end
 
 local function pop()
   for _, queue in ipairs(queues) do
-    local id
+    local id, job
     repeat
       id = redis.call('LPOP', key('queue', queue))
-    until not id or wanted(id, queue)
-    if id then return id, queue end
+      job = id and wanted(id, queue)
+    until not id or job
+    if id then return id, queue, unpack(job) end
   end
 end
 
 -- What earlier owners left of a job's contexts. Of a job that has ended and was queued again, nothing counts any more.
-local function mirrors(id)
+local function mirrors(id, fresh)
   if fresh then return {{{}, '', ''}} end
   local found = {}
   local anew = redis.call('HDEL', job_key(id), 'batonq_ended_by') == 1
@@ -50,13 +49,13 @@ end
 
 local claimed = {}
 for _, execution in ipairs(executions) do
-  local id, queue = pop()
+  local id, queue, epoch, fresh, description = pop()
   if not id then break end
 
   local job = job_key(id)
-  local epoch = redis.call('HINCRBY', job, 'batonq_epoch', 1)
+  epoch = epoch + 1
   redis.call('HSET', job, 'status', 'started', 'started_at', now_iso, 'last_heartbeat', now_iso,
-             'worker_name', worker, 'origin', queue, 'batonq_execution', execution)
+             'worker_name', worker, 'origin', queue, 'batonq_execution', execution, 'batonq_epoch', epoch)
   if not fresh then
     redis.call('HDEL', job, 'batonq_any')
     for _, name in ipairs({job, key('results', id), key('job', id, 'dependents'), key('job', '', id, 'dependencies')}) do
@@ -67,8 +66,7 @@ for _, execution in ipairs(executions) do
   redis.call('ZREM', key('scheduled', queue), id)
   if epoch > 1 then note(id, 'claimed', worker) end
   -- rq's default description is the call with all its arguments: a prompt in plain sight of every dashboard.
-  local description = redis.call('HGET', job, 'description')
-  if description and string.sub(description, 1, 13) == 'batonq.worker' then
+  if string.sub(description, 1, 13) == 'batonq.worker' then
     redis.call('HSET', job, 'description', 'generate')
   end
 
@@ -82,6 +80,6 @@ for _, execution in ipairs(executions) do
   redis.call('ZADD', key('wip', queue), '+inf', member)
   redis.call('SADD', key('worker', worker, 'executions'), member)
 
-  claimed[#claimed + 1] = {id, execution, epoch, queue, redis.call('HGETALL', job), mirrors(id)}
+  claimed[#claimed + 1] = {id, execution, epoch, queue, redis.call('HGETALL', job), mirrors(id, fresh)}
 end
 return {claimed, aside}
