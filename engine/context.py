@@ -121,6 +121,11 @@ class Context:
     arrival_timestamp: float = field(default_factory=time.monotonic)
     start_timestamp: float | None = None
     debug_info: deque[Transition] = field(default_factory=lambda: deque(maxlen=HISTORY_LENGTH))
+    #: `sampling_params.needs_only_largest`, which every step asks for.
+    needs_only_largest: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.needs_only_largest = self.sampling_params.needs_only_largest
 
     @property
     def token_count(self) -> int:

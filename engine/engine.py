@@ -36,7 +36,8 @@ class Runner(Protocol[LogitsOut_co]):
     """Computes a plan."""
 
     def forward(self, plan: Plan) -> LogitsOut_co:
-        """Logits of `plan.sampling_rows`, in order, then of every `prompt_logits` of `plan.prompt_logprobs_rows`."""
+        """What `plan` asks for: logits of its `drawn_rows`, of every `prompt_logits` of its `prompt_logprobs_rows`, and
+        the largest ones of its `greedy_rows`."""
 
 
 class Sampler(Protocol[LogitsIn_contra]):

@@ -51,13 +51,23 @@ class Plan:
         return sum(row.num_tokens for row in self.rows)
 
     @property
+    def drawn_rows(self) -> tuple[ScheduledContext, ...]:
+        """Of the `sampling_rows` those that need all of their logits, in order."""
+        return tuple(row for row in self.rows if row.samples and not row.context.needs_only_largest)
+
+    @property
+    def greedy_rows(self) -> tuple[ScheduledContext, ...]:
+        """Of the `sampling_rows` those that need nothing but the largest logit, in order."""
+        return tuple(row for row in self.rows if row.samples and row.context.needs_only_largest)
+
+    @property
     def sampling_rows(self) -> tuple[ScheduledContext, ...]:
-        """The rows whose next token is sampled, in order; logits and samples are in this order."""
-        return tuple(row for row in self.rows if row.samples)
+        """The rows whose next token is sampled: `drawn_rows`, then `greedy_rows`; samples are in this order."""
+        return self.drawn_rows + self.greedy_rows
 
     @property
     def prompt_logprobs_rows(self) -> tuple[ScheduledContext, ...]:
-        """The rows with `prompt_logits`, in order; the logits of theirs come after those of the sampling rows."""
+        """The rows with `prompt_logits`, in order."""
         return tuple(row for row in self.rows if row.prompt_logits)
 
 

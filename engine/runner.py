@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from batonq.engine.plan import Plan
 from batonq.kernels.backend import Backend
 from batonq.kernels.batch import Batch
+from batonq.kernels.logits import Logits
 
 
 class BackendRunner:
@@ -16,8 +16,8 @@ class BackendRunner:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
-    def forward(self, plan: Plan) -> npt.NDArray[np.float32]:
-        """Compute every row of the plan; logits [rows, vocabulary], in the order that `Runner` says.
+    def forward(self, plan: Plan) -> Logits:
+        """Compute every row of the plan; its logits, in the order that `Runner` says.
 
         They are valid until the next forward.
         """
@@ -26,9 +26,10 @@ class BackendRunner:
 
 def to_batch(plan: Plan) -> Batch:
     """The arrays of a plan's rows, in their order."""
-    rows = plan.rows
+    rows, greedy = plan.rows, plan.greedy_rows
     query_start = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([row.num_tokens for row in rows], out=query_start[1:])
+    last_of = {id(row): int(end) - 1 for row, end in zip(rows, query_start[1:], strict=True)}
     block_tables = np.zeros((len(rows), max(len(row.block_table) for row in rows)), np.int32)
     for index, row in enumerate(rows):
         block_tables[index, : len(row.block_table)] = row.block_table
@@ -42,8 +43,10 @@ def to_batch(plan: Plan) -> Batch:
         store_from=np.array([row.store_from for row in rows], np.int32),
         block_tables=block_tables,
         logits_rows=np.array(
-            [query_start[i + 1] - 1 for i, row in enumerate(rows) if row.samples]
-            + [query_start[i] + at - row.start for i, row in enumerate(rows) for at in row.prompt_logits],
+            [last_of[id(row)] for row in plan.drawn_rows]
+            + [first + at - row.start for first, row in zip(query_start, rows, strict=False) for at in row.prompt_logits]
+            + [last_of[id(row)] for row in greedy],
             np.int32,
         ),
+        num_greedy=len(greedy),
     )

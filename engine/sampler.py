@@ -18,20 +18,21 @@ from batonq.engine.logprobs import LOWEST, TokenLogprobs
 from batonq.engine.plan import Plan, Samples
 from batonq.kernels.adjustments import Adjustment
 from batonq.kernels.errors import InvalidLogits, KernelError
+from batonq.kernels.logits import Logits
 from batonq.kernels.logprobs import TokenLogprob
-from batonq.kernels.sampling import Drawn, SamplingBatch
+from batonq.kernels.sampling import Drawn, SamplingBatch, unusable
 
-Logits = npt.NDArray[np.float32]
+Values = npt.NDArray[np.float32]
 
 
 class SamplingArithmetic(Protocol):
     """The contract of `kernels/sampling.py` and `kernels/logprobs.py`; it leaves the logits as they are."""
 
-    def sample(self, logits: Logits, params: SamplingBatch) -> list[Drawn]:
+    def sample(self, logits: Values, params: SamplingBatch) -> list[Drawn]:
         """A token id for each row of logits [L, V], or what is wrong with that row."""
 
     def token_logprobs(
-        self, logits: Logits, rows: Sequence[int], token_ids: Sequence[int], num_top: Sequence[int]
+        self, logits: Values, rows: Sequence[int], token_ids: Sequence[int], num_top: Sequence[int]
     ) -> list[TokenLogprob | InvalidLogits]:
         """What `rows` of the logits say of one token each and of their `num_top` most likely tokens."""
 
@@ -45,11 +46,12 @@ class PlanSampler:
 
     def sample(self, plan: Plan, logits: Logits) -> Samples:
         """What each row's logits give; a row with unusable logits gets its own error and hurts no other."""
-        contexts = [row.context for row in plan.sampling_rows]
-        drawn = self.arithmetic.sample(logits[: len(contexts)], self._batch(contexts))
+        contexts = [row.context for row in plan.drawn_rows]
+        drawn = self.arithmetic.sample(logits.values[: len(contexts)], self._batch(contexts))
         tokens = [_engine_error(token) if isinstance(token, KernelError) else token for token in drawn]
-        logprobs = self._logprobs(contexts, tokens, logits)
-        return Samples(tokens, logprobs, self._prompt_logprobs(plan, logits))
+        logprobs = self._logprobs(contexts, tokens, logits.values)
+        prompt_logprobs = self._prompt_logprobs(plan, logits.values)
+        return Samples(tokens + _greedy(logits), logprobs + [None] * len(logits.largest), prompt_logprobs)
 
     def _batch(self, contexts: Sequence[Context]) -> SamplingBatch:
         params = [context.sampling_params for context in contexts]
@@ -84,7 +86,7 @@ class PlanSampler:
         )
 
     def _logprobs(
-        self, contexts: Sequence[Context], tokens: list[int | EngineError], logits: Logits
+        self, contexts: Sequence[Context], tokens: list[int | EngineError], logits: Values
     ) -> list[TokenLogprobs | None]:
         """Of the drawn tokens of contexts that ask for them; a token whose row has none becomes the error."""
         results: list[TokenLogprobs | None] = [None] * len(contexts)
@@ -100,9 +102,9 @@ class PlanSampler:
                 results[row] = found
         return results
 
-    def _prompt_logprobs(self, plan: Plan, logits: Logits) -> list[list[TokenLogprobs] | EngineError]:
+    def _prompt_logprobs(self, plan: Plan, logits: Values) -> list[list[TokenLogprobs] | EngineError]:
         results: list[list[TokenLogprobs] | EngineError] = []
-        first = len(plan.sampling_rows)
+        first = len(plan.drawn_rows)
         for row in plan.prompt_logprobs_rows:
             num_top = row.context.sampling_params.prompt_logprobs
             assert num_top is not None
@@ -113,13 +115,21 @@ class PlanSampler:
             results.append(next(errors, None) or [entry for entry in found if isinstance(entry, TokenLogprobs)])
         return results
 
-    def _entries(self, logits: Logits, asked: Sequence[tuple[int, int, int]]) -> list[TokenLogprobs | EngineError]:
+    def _entries(self, logits: Values, asked: Sequence[tuple[int, int, int]]) -> list[TokenLogprobs | EngineError]:
         """For each (row of the logits, token, number of alternatives)."""
         if not asked:
             return []
         rows, tokens, num_top = zip(*asked, strict=True)
         found = self.arithmetic.token_logprobs(logits, rows, tokens, num_top)
         return [_entry(token, one) for token, one in zip(tokens, found, strict=True)]
+
+
+def _greedy(logits: Logits) -> list[int | EngineError]:
+    tokens: list[int | EngineError] = [*logits.largest_ids.tolist()]
+    for row in np.flatnonzero(~np.isfinite(logits.largest)).tolist():
+        if error := unusable(len(logits.values) + row, float(logits.largest[row])):
+            tokens[row] = _engine_error(error)
+    return tokens
 
 
 def _entry(token: int, found: TokenLogprob | InvalidLogits) -> TokenLogprobs | EngineError:

@@ -127,6 +127,20 @@ class SamplingParams(BaseModel):
         """Whether the draw is the arg max, whatever the other fields say."""
         return self.temperature == 0.0
 
+    @property
+    def needs_only_largest(self) -> bool:
+        """Whether the largest logit, as the model gives it, decides and no other is looked at."""
+        adjusts = (
+            self.allowed_token_ids is not None
+            or self.bad_words_token_ids
+            or self.logit_bias
+            or self.min_tokens
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+        )
+        return self.greedy and not adjusts and self.logprobs is None
+
 
 def _one_logprobs(given: dict[str, Any]) -> dict[str, Any]:
     """OpenAI's two spellings in one: a number, or a flag with the number in `top_logprobs`. False means not at all."""

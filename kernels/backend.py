@@ -7,13 +7,11 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from batonq.kernels.batch import Batch
 from batonq.kernels.cpu_backend import CpuBackend, require_runnable
 from batonq.kernels.cpu_library import ISA_VARIABLE
 from batonq.kernels.errors import BackendUnavailable
+from batonq.kernels.logits import Logits
 from batonq.kernels.packed import PackedWeights
 from batonq.kernels.program import Program
 
@@ -37,8 +35,8 @@ class Backend(Protocol):
     def layout_id(self) -> str:
         """Names how the bytes of a KV block are laid out."""
 
-    def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Stores the batch's keys and values; logits [rows asked for, vocabulary], valid until the next forward."""
+    def forward(self, batch: Batch) -> Logits:
+        """Stores the batch's keys and values; the logits of the wanted rows, valid until the next forward."""
 
 
 class Weights(Protocol):

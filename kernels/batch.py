@@ -43,6 +43,8 @@ class Batch:
     block_tables: Int32
     #: [L] rows (0 … T-1) whose logits are wanted.
     logits_rows: Int32
+    #: Of the last so many of these rows only the largest logit is wanted.
+    num_greedy: int = 0
 
     def __post_init__(self) -> None:
         sequences = len(self.context_len)

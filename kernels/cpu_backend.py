@@ -19,6 +19,7 @@ from batonq.kernels.batch import Batch
 from batonq.kernels.cpu_library import Team, best_isa, library
 from batonq.kernels.errors import BackendUnavailable
 from batonq.kernels.fusion import fuse
+from batonq.kernels.logits import Logits
 from batonq.kernels.packed import PackedWeights
 from batonq.kernels.program import Op, Program
 
@@ -101,6 +102,8 @@ class CpuBackend:
             raise BackendUnavailable(f"no instruction set {self.isa} here, or no memory for {size} bytes of KV cache")
         for index in range(len(program.weights)):
             self._library.batonq_set_weight(self._handle, index, weights.address(index), *weights.shape(index))
+        if weights.screen is not None:
+            self._library.batonq_set_screen(self._handle, *weights.screen)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -122,15 +125,17 @@ class CpuBackend:
         spec = self.program.kv_cache
         return f"cpu-{spec.dtype.label}-{spec.layers}x{spec.kv_heads}x{spec.block_size}x{spec.head_dim}"
 
-    def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Runs a batch: stores its keys and values, and returns the logits [L, vocab] of the wanted rows.
+    def forward(self, batch: Batch) -> Logits:
+        """Runs a batch: stores its keys and values, and returns the logits of the wanted rows.
 
         They lie in memory that the next forward writes to again, because fresh memory would cost a page fault for each
         of their pages at every step.
         """
-        if len(self._logits) < len(batch.logits_rows):
-            self._logits = np.empty((len(batch.logits_rows), self.program.vocab_size), np.float32)
-        logits = self._logits[: len(batch.logits_rows)]
+        whole = len(batch.logits_rows) - batch.num_greedy
+        if len(self._logits) < whole:
+            self._logits = np.empty((whole, self.program.vocab_size), np.float32)
+        largest_ids, largest = np.empty(batch.num_greedy, np.int32), np.empty(batch.num_greedy, np.float32)
+        logits = Logits(self._logits[:whole], largest_ids, largest)
         arrays = [
             np.ascontiguousarray(array)
             for array in (
@@ -142,9 +147,9 @@ class CpuBackend:
                 batch.logits_rows,
             )
         ]
-        sizes = (len(batch.token_ids), len(batch.context_len), len(batch.logits_rows), batch.block_tables.shape[1])
-        pointers = (array.ctypes.data for array in arrays)
-        if not self._library.batonq_forward(self._handle, *sizes, *pointers, logits.ctypes.data):
+        sizes = (len(batch.token_ids), len(batch.context_len), len(batch.logits_rows), batch.num_greedy)
+        pointers = (array.ctypes.data for array in (*arrays, *logits))
+        if not self._library.batonq_forward(self._handle, *sizes, batch.block_tables.shape[1], *pointers):
             raise MemoryError(f"no memory for the activations of {sizes[0]} tokens")
         return logits
 

@@ -36,8 +36,10 @@ def library() -> ctypes.CDLL:
     loaded.batonq_destroy.argtypes = [pointer]
     loaded.batonq_set_weight.restype = None
     loaded.batonq_set_weight.argtypes = [pointer, ctypes.c_int, pointer, integer, integer]
+    loaded.batonq_set_screen.restype = None
+    loaded.batonq_set_screen.argtypes = [pointer, pointer, integer, integer]
     loaded.batonq_forward.restype = ctypes.c_bool
-    loaded.batonq_forward.argtypes = [pointer, *[integer] * 4, *[pointer] * 7]
+    loaded.batonq_forward.argtypes = [pointer, *[integer] * 5, *[pointer] * 9]
     loaded.batonq_cache.argtypes = [pointer, *[pointer] * 3]
     loaded.batonq_profile.restype = None
     loaded.batonq_profile.argtypes = [pointer, ctypes.c_bool, pointer]

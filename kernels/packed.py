@@ -1,6 +1,6 @@
 """A program's weights in the layout that the compiled library reads, in a file or in memory; packed by numpy alone.
 
-    | header: one line of JSON | … zeros … | weight 0 | … zeros … | weight 1 | …
+    | header: one line of JSON | … zeros … | weight 0 | … zeros … | weight 1 | … | screen of the LM head (screen.py) |
 
 The header says all that decides where the bytes lie and what they mean, so it is compared and not interpreted: a file
 whose header isn't, byte for byte, what the program asks for is another's.
@@ -22,9 +22,11 @@ import numpy.typing as npt
 from batonq.kernels.errors import WeightMismatch
 from batonq.kernels.fusion import fuse
 from batonq.kernels.program import DType, Embed, Linear, LinearActivationMul, LinearAdd, LmHead, Program, Weight
+from batonq.kernels.screen import can_screen, make_screen
+from batonq.kernels.screen import nbytes as screen_nbytes
 
 #: Raised whenever the layout of a file, or the bits in it, change.
-PACKING_VERSION = 2
+PACKING_VERSION = 3
 
 #: Columns of a panel (`kPanel` in kernels.h).
 _PANEL = 64
@@ -39,7 +41,7 @@ Find = Callable[[str], Float32 | None]
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where a weight lies. `matrix`: panels of the program's dtype (kernels.h); `gated`: the same, each panel holding
-    rows of the first half and, beside them, those of the second; `values`: rows of float32."""
+    rows of the first half and, beside them, those of the second; `values`: rows of float32; `screen`: screen.py's."""
 
     kind: str
     rows: int
@@ -88,6 +90,12 @@ class PackedWeights:
         """Rows and columns of the weight, unpadded."""
         return self._places[index].rows, self._places[index].columns
 
+    @property
+    def screen(self) -> tuple[int, int, int] | None:
+        """Where the LM head's screen begins, and the shape of the weight; None if it has none."""
+        index = len(self.program.weights)
+        return None if _screened(self.program) is None else (self.address(index), *self.shape(index))
+
 
 def write(file: BinaryIO | mmap.mmap, program: Program, find: Find) -> None:
     """Packs into a file: tensors are found one after another, and rounded to the weight's dtype.
@@ -96,13 +104,17 @@ def write(file: BinaryIO | mmap.mmap, program: Program, find: Find) -> None:
     """
     header, places = _layout(program)
     file.write(header)
-    for weight, place in zip(program.weights, places, strict=True):
+    for weight, place in zip(program.weights, places, strict=False):  # and perhaps a screen
         values = _joined(weight, find)
         file.seek(place.offset)
         if place.kind == "gated":
             values = _side_by_side(values)
         packed = _rounded(values, weight.dtype) if place.kind == "values" else _panels(values, weight.dtype)
         file.write(packed.data)
+    if (index := _screened(program)) is not None:
+        weight = program.weights[index]
+        file.seek(places[-1].offset)
+        file.write(make_screen(_rounded(_joined(weight, find), weight.dtype)).data)
 
 
 def key(program: Program) -> bytes:
@@ -118,11 +130,14 @@ def to_bfloat16(values: Float32) -> npt.NDArray[np.uint16]:
 
 
 def _layout(program: Program) -> tuple[bytes, tuple[_Place, ...]]:
-    """The header and the places of a program's weights."""
+    """The header and the places of a program's weights, and behind them that of its screen, if it has one."""
     ops = fuse(program).ops
     kinds = {op.weight: "matrix" for op in ops if isinstance(op, Linear | LinearAdd | LmHead | Embed)}
     kinds |= {op.weight: "gated" for op in ops if isinstance(op, LinearActivationMul)}
     sized = [_sized(weight, kinds.get(index, "values")) for index, weight in enumerate(program.weights)]
+    if (screened := _screened(program)) is not None:
+        rows, columns = program.weights[screened].shape
+        sized.append(("screen", rows, columns, screen_nbytes(rows, columns)))
     names = [[weight.name, weight.sources] for weight in program.weights]
     about = {"packing": PACKING_VERSION, "dtype": program.dtype.label, "weights": names, "sizes": sized}
     header = json.dumps(about).encode() + b"\n"
@@ -132,6 +147,12 @@ def _layout(program: Program) -> tuple[bytes, tuple[_Place, ...]]:
         places.append(_Place(kind, rows, columns, at, size))
         at += size
     return header, tuple(places)
+
+
+def _screened(program: Program) -> int | None:
+    """The LM head's weight, if it can have a screen."""
+    heads = {op.weight for op in program.ops if isinstance(op, LmHead)}
+    return next((index for index in heads if len(heads) == 1 and can_screen(*program.weights[index].shape)), None)
 
 
 def _sized(weight: Weight, kind: str) -> tuple[str, int, int, int]:

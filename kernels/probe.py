@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batonq.kernels.batch import Batch
+from batonq.kernels.logits import Logits
 from batonq.kernels.program import (
     NONE,
     Activation,
@@ -86,7 +87,7 @@ def weights(dtype: DType) -> dict[str, npt.NDArray[np.float32]]:
     return arrays
 
 
-def digest(forward: Callable[[Batch], npt.NDArray[np.float32]]) -> str:
+def digest(forward: Callable[[Batch], Logits]) -> str:
     """Twelve hex digits of BLAKE2b over the logits of a prefill of 39 tokens and a decode of one."""
     state = blake2b(digest_size=6)
     for start, end in ((0, 39), (39, 40)):
@@ -101,5 +102,5 @@ def digest(forward: Callable[[Batch], npt.NDArray[np.float32]]) -> str:
             block_tables=np.array([[2, 1]], np.int32),
             logits_rows=np.arange(count, dtype=np.int32),
         )
-        state.update(forward(batch).astype("<f4").tobytes())
+        state.update(forward(batch).values.astype("<f4").tobytes())
     return state.hexdigest()

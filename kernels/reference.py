@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,6 +18,7 @@ from batonq.kernels import attention, probe
 from batonq.kernels.batch import Batch
 from batonq.kernels.errors import WeightMismatch
 from batonq.kernels.linear import PackedLinear
+from batonq.kernels.logits import Logits
 from batonq.kernels.program import (
     NONE,
     ActivationMul,
@@ -114,14 +113,15 @@ class ReferenceBackend:
         spec = self.program.kv_cache
         return f"plain-{spec.dtype.label}-{spec.layers}x{spec.kv_heads}x{spec.block_size}x{spec.head_dim}"
 
-    def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Runs a batch: stores its keys and values, and returns the logits [L, vocab] in float32 of the wanted rows."""
+    def forward(self, batch: Batch) -> Logits:
+        """Runs a batch: stores its keys and values, and returns the logits of the wanted rows."""
         with torch.inference_mode():
             step = self._start(batch)
             for op in self.program.ops:
                 _RUN[type(op)](self, op, step)
-        logits: npt.NDArray[np.float32] = step.buffers[self.program.output].numpy()
-        return logits
+        values, greedy = step.buffers[self.program.output].split([len(batch.logits_rows) - batch.num_greedy, batch.num_greedy])
+        largest, ids = greedy.max(dim=1)
+        return Logits(values.numpy(), ids.int().numpy(), largest.numpy())
 
     def _start(self, batch: Batch) -> _Step:
         block_size = self.program.kv_cache.block_size

@@ -163,7 +163,7 @@ def prompts_with_shared_beginnings(count: int, longest: int, vocabulary: int) ->
     return prompts
 
 
-def engine_for(model: str, case: Case, directories: dict[str, Path], seen: dict[tuple[int, ...], bytes]) -> TinyEngine:
+def engine_for(model: str, case: Case, directories: dict[str, Path], seen: dict[tuple[str | int, ...], bytes]) -> TinyEngine:
     """An engine whose logits are held to what was `seen`."""
     crowd = {"max_num_seqs": case.crowd, "num_threads": case.threads}
     if model == SMOLLM2:
@@ -180,7 +180,7 @@ def check_engine(case: Case, directories: dict[str, Path], sizes: tuple[int, int
     """`sizes`: prompts, their longest, new tokens, and the vocabulary."""
     skip_without(case.isa)
     count, longest, new_tokens, vocabulary = sizes
-    seen: dict[tuple[int, ...], bytes] = {}
+    seen: dict[tuple[str | int, ...], bytes] = {}
     prompts = prompts_with_shared_beginnings(count, longest, vocabulary)
     single = engine_for(case.model, case._replace(crowd=1, threads=1), directories, seen)
     expected = run(single, prompts, new_tokens, 0.0)

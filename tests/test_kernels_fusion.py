@@ -59,7 +59,7 @@ def logits(program: Program, isa: str, rows: int) -> np.ndarray:
     tensors = {w.name: chance.standard_normal(w.shape, np.float32) * 0.3 for w in program.weights}
     backend = CpuBackend(program, PackedWeights.pack(program, tensors.get), 4, 2, isa)
     tokens = [int(token) for token in chance.integers(0, VOCAB, rows)]
-    return backend.forward(make_batch([Piece(tokens, 0, rows, [0, 1])])).copy()
+    return backend.forward(make_batch([Piece(tokens, 0, rows, [0, 1])])).values.copy()
 
 
 def test_a_result_that_is_only_passed_on_is_not_written() -> None:

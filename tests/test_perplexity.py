@@ -50,7 +50,7 @@ def log_probabilities(backend: CpuBackend, window: list[int]) -> npt.NDArray[np.
         end = min(start + PIECE, len(window))
         piece = Piece(window, start, end, range(blocks_of(len(window))))
         following = window[start + 1 : end + 1]
-        logits = backend.forward(make_batch([piece]))[: len(following)].astype(np.float64)
+        logits = backend.forward(make_batch([piece])).values[: len(following)].astype(np.float64)
         largest = logits.max(axis=1)
         log_sums = largest + np.log(np.exp(logits - largest[:, None]).sum(axis=1))
         made.append(logits[np.arange(len(following)), following] - log_sums)
@@ -95,6 +95,6 @@ def test_logits_in_bfloat16_are_as_near_to_float32_as_those_of_transformers(
         exact = oracle(ids).logits[0]
         theirs = rounding(ids).logits[0].float() - exact
     batch = make_batch([Piece(tokens, 0, len(tokens), range(blocks_of(len(tokens))))])
-    ours = torch.from_numpy(backends["bfloat16"].forward(batch)) - exact
+    ours = torch.from_numpy(backends["bfloat16"].forward(batch).values) - exact
     assert ours.abs().max() <= 2 * theirs.abs().max()
     assert ours.square().mean() < 1.2 * theirs.square().mean()

@@ -6,6 +6,6 @@
 namespace batonq {
 
 extern const Kernels k_avx2;
-const Kernels k_avx2 = {"avx2", avx2::product, {avx2::row_kernels<float>(), avx2::row_kernels<bf16>()}};
+const Kernels k_avx2 = {"avx2", avx2::product, {avx2::row_kernels<float>(), avx2::row_kernels<bf16>()}, nullptr};
 
 }  // namespace batonq

@@ -6,6 +6,6 @@
 namespace batonq {
 
 extern const Kernels k_avx512;
-const Kernels k_avx512 = {"avx512", avx512::product, {avx512::row_kernels<float>(), avx512::row_kernels<bf16>()}};
+const Kernels k_avx512 = {"avx512", avx512::product, {avx512::row_kernels<float>(), avx512::row_kernels<bf16>()}, nullptr};
 
 }  // namespace batonq

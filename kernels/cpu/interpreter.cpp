@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <limits>
 #include <memory>
 #include <new>
 #include <utility>
@@ -91,10 +92,26 @@ struct Weight {
   int64_t rows = 0, columns = 0, depth = 0;
 };
 
+// Of the last `greedy` rows of logits only the largest is wanted, and its column.
 struct BatchView {
-  int64_t tokens, sequences, logits, table_width;
+  int64_t tokens, sequences, logits, greedy, table_width;
   const int32_t *token_ids, *positions, *query_start, *store_from, *block_tables, *logits_rows;
   float* out;
+  int32_t* largest_ids;
+  float* largest;
+
+  int64_t whole() const { return logits - greedy; }
+};
+
+// The largest of the logits that it is offered, and its column, the lowest among equals. NaN if there is one.
+struct Largest {
+  float value = -std::numeric_limits<float>::infinity();
+  int32_t column = -1;
+
+  void offer(int32_t at, float logit) {
+    const bool first = column < 0, tie = logit == value && at < column;
+    if (first || tie || logit > value || logit != logit) value = logit, column = at;
+  }
 };
 
 float as_float(int32_t word) {
@@ -122,6 +139,7 @@ class Interpreter {
     for (size_t i = 0; i < ops_.size(); ++i)
       if (ops_[i][0] == kAttention) add_attention(i);
     next_ = std::vector<std::atomic<int64_t>>(ops_.size());
+    screening_ = kernels.screen != nullptr;
     errands_.resize(team.size());
   }
 
@@ -137,6 +155,18 @@ class Interpreter {
     weights_[index] = {data, rows, columns, dtype_ == DType::kBFloat16 ? round_up(columns, 2) : columns};
   }
 
+  // Borrowed, as `kernels/screen.py` makes it for a weight of this shape.
+  void set_screen(const void* data, int64_t rows, int64_t columns) {
+    Screen& s = screen_;
+    s.columns = rows, s.width = columns, s.depth = round_up(columns, 4);
+    for (s.outer = columns; s.outer % 2 == 0; s.outer /= 2) continue;
+    const int64_t padded = round_up(rows, kPanel);
+    s.digits = static_cast<const int8_t*>(data);
+    s.start = reinterpret_cast<const int32_t*>(s.digits + padded * s.depth);
+    s.scale = reinterpret_cast<const float*>(s.start + padded);
+    s.error = s.scale + padded, s.norm = s.error + padded, s.signs = s.norm + padded, s.mix = s.signs + columns;
+  }
+
   void cache(void** keys, void** values, int64_t* size) const {
     *keys = keys_.data();
     *values = values_.data();
@@ -148,7 +178,7 @@ class Interpreter {
     for (Buffer& buffer : buffers_) {
       const int64_t rows = buffer.logits_rows ? batch.logits : batch.tokens;
       const size_t size = rows * buffer.stride() * item_size(buffer.dtype);
-      if (&buffer == &buffers_[output_]) continue;
+      if (&buffer == &buffers_[output_] && batch.greedy == 0) continue;
       if (buffer.memory.size() < size) buffer.memory = Memory(size + size / 2);
       buffer.memory.use(size);
     }
@@ -159,6 +189,7 @@ class Interpreter {
     for (int64_t l = 0; l < batch.logits; ++l) logits_positions_[l] = batch.positions[batch.logits_rows[l]];
     for (Reading& reading : readings_) plan(reading);
     for (auto& next : next_) next = 0;
+    make_room_for_screening();
     team_.run([&](int rank) {
       Clock::time_point begin;
       if (profiling_) begin = Clock::now();
@@ -185,7 +216,7 @@ class Interpreter {
  private:
   Matrix matrix(int index) {
     Buffer& buffer = buffers_[index];
-    if (index == output_) return {batch_->out, vocabulary_, buffer.dtype};
+    if (index == output_) return {batch_->out, vocabulary_, buffer.dtype};  // of whole rows
     return {buffer.memory.data(), buffer.stride(), buffer.dtype};
   }
 
@@ -204,10 +235,10 @@ class Interpreter {
       case kEmbed: return embed(op, rank);
       case kRmsNorm: return rms_norm(op, rank);
       case kHeadNorm: return head_norm(op, rank);
-      case kLinear: return product(Into::kStore, op[1], op[2], op[3], op[4], rank, next_[index]);
-      case kLinearAdd: return product(Into::kAdd, op[1], op[2], op[3], op[4], rank, next_[index]);
-      case kLinearActivationMul: return product(Into::kGate, op[1], op[2], op[3], op[4], rank, next_[index]);
-      case kLmHead: return product(Into::kStore, op[1], op[2], -1, op[3], rank, next_[index]);
+      case kLinear: return linear(Into::kStore, op, rank, next_[index]);
+      case kLinearAdd: return linear(Into::kAdd, op, rank, next_[index]);
+      case kLinearActivationMul: return linear(Into::kGate, op, rank, next_[index]);
+      case kLmHead: return lm_head(op, rank, next_[index]);
       case kRopeStore: return rope_store(op, rank);
       case kAttention: return attention(index, rank);
       case kActivationMul: return activation_mul(op, rank);
@@ -257,25 +288,138 @@ class Interpreter {
       }
   }
 
-  // Most columns are dealt out beforehand; the rest go to whoever is free, since no core is as fast as another all the
-  // time, and a barrier waits for the last.
-  void product(Into into, int x, int w, int bias, int out, int rank, std::atomic<int64_t>& next) {
-    const Weight& weight = weights_[w];
-    const int64_t rows = rows_of(x), size = team_.size();
-    const Product p{matrix(x), matrix(out), weight.data, bias < 0 ? nullptr : floats(bias), weight.depth,
-                    buffers_[out].width, into, rows < kErrandRows ? nullptr : &errands_[rank]};
-    if (rows == 0) return;
-    const bool gated = into == Into::kGate;
+  void linear(Into into, const int32_t* op, int rank, std::atomic<int64_t>& next) {
+    const int64_t rows = rows_of(op[1]);
+    const Weight& weight = weights_[op[2]];
+    product({matrix(op[1]), matrix(op[4]), weight.data, op[3] < 0 ? nullptr : floats(op[3]), weight.depth,
+             buffers_[op[4]].width, into, rows < kErrandRows ? nullptr : &errands_[rank]},
+            0, rows, rank, next);
+  }
+
+  // Rows [begin, end) of a product. Most columns are dealt out beforehand; the rest go to whoever is free, since no core
+  // is as fast as another all the time, and a barrier waits for the last.
+  void product(const Product& p, int64_t begin, int64_t end, int rank, std::atomic<int64_t>& next) {
+    if (begin >= end) return;
+    const bool gated = p.into == Into::kGate;
     const int64_t columns = gated ? round_up(p.columns, kGated) / kGated * kPanel : p.columns;
-    const int64_t grain = gated ? kPanel : kColumnGrain, units = round_up(columns, grain) / grain;
-    const auto take = [&](int64_t first, int64_t last) {
-      if (first < last) kernels_.product(p, first * grain, std::min(columns, last * grain), 0, rows);
-    };
-    const int64_t own = units * 3 / 4 / size, shared = own * size, rest = units - shared;
-    take(own * rank, own * (rank + 1));
+    const int64_t grain = gated ? kPanel : kColumnGrain;
+    deal(round_up(columns, grain) / grain, rank, next, [&](int64_t first, int64_t last) {
+      kernels_.product(p, first * grain, std::min(columns, last * grain), begin, end);
+    });
+  }
+
+  template <typename Take>
+  void deal(int64_t units, int rank, std::atomic<int64_t>& next, const Take& take) {
+    const int64_t size = team_.size(), own = units * 3 / 4 / size, shared = own * size, rest = units - shared;
+    if (own > 0) take(own * rank, own * (rank + 1));
     const int64_t step = std::max<int64_t>(1, rest / (8 * size));
     for (int64_t u = next.fetch_add(step); u < rest; u = next.fetch_add(step))
       take(shared + u, shared + std::min(rest, u + step));
+  }
+
+  // ── the LM head ──────────────────────────────────────────────────────────────────────────────────────────────────
+  //
+  // Whole rows of logits, and of the rows behind them the largest. That is looked for among a few candidates, where there
+  // is a screen that finds these.
+
+  void lm_head(const int32_t* op, int rank, std::atomic<int64_t>& next) {
+    const Weight& weight = weights_[op[2]];
+    const Product p{matrix(op[1]), matrix(op[3]), weight.data, nullptr, weight.depth, vocabulary_, Into::kStore, nullptr};
+    product(p, 0, batch_->whole(), rank, next);
+    if (batch_->greedy > 0) find_largest(p, rank);
+  }
+
+  void make_room_for_screening() {
+    next_panel_ = next_column_ = next_row_ = 0;
+    if (batch_->greedy == 0 || !screens()) return;
+    digits_.resize(batch_->greedy * screen_.depth);
+    screened_.resize(batch_->greedy);
+    scratch_.resize(team_.size() * 2 * screen_.width);
+    if (candidates_.size() < static_cast<size_t>(batch_->greedy * team_.size()))
+      candidates_.resize(batch_->greedy * team_.size());
+  }
+
+  bool screens() const { return screening_ && screen_.digits != nullptr; }
+
+  void find_largest(const Product& p, int rank) {
+    if (screens()) screen_rows(p.x, rank);
+    const Share unknown = unknown_rows();
+    for (int64_t r = next_row_++; r < batch_->greedy; r = next_row_++)
+      if (r < unknown.begin || r >= unknown.end) answer(r, largest_of_candidates(p, r));
+    if (unknown.begin >= unknown.end) return;
+    Product whole = p;
+    whole.out.data = buffers_[output_].memory.data();
+    const int64_t first = batch_->whole();
+    product(whole, first + unknown.begin, first + unknown.end, rank, next_column_);
+    team_.barrier();
+    const Share rows = share(unknown.end - unknown.begin, rank);
+    for (int64_t r = unknown.begin + rows.begin; r < unknown.begin + rows.end; ++r) {
+      const float* logits = whole.out.row<float>(first + r);
+      Largest largest;
+      for (int64_t i = 0; i < vocabulary_; ++i) largest.offer(i, logits[i]);
+      answer(r, largest);
+    }
+  }
+
+  void answer(int64_t row, const Largest& largest) {
+    batch_->largest_ids[row] = largest.column;
+    batch_->largest[row] = largest.value;
+  }
+
+  void screen_rows(const Matrix& x, int rank) {
+    Candidates* found = candidates_.data() + rank * batch_->greedy;
+    for (int64_t r = 0; r < batch_->greedy; ++r)
+      found[r].count = 0, found[r].least = -std::numeric_limits<float>::infinity(), found[r].full = false;
+    const Share rows = share(batch_->greedy, rank);
+    for (int64_t r = rows.begin; r < rows.end; ++r)
+      screened_[r] = kernels_.screen->quantize(screen_, at(x, batch_->whole() + r, 0), x.dtype,
+                                               scratch_.data() + rank * 2 * screen_.width,
+                                               digits_.data() + r * screen_.depth);
+    team_.barrier();
+    deal(round_up(screen_.columns, kPanel) / kPanel, rank, next_panel_, [&](int64_t first, int64_t last) {
+      kernels_.screen->scan(screen_, digits_.data(), screened_.data(), batch_->greedy, first, last, found);
+    });
+    team_.barrier();
+  }
+
+  // The rows of which the screen can't tell enough, and those between them: all if there is no screen.
+  Share unknown_rows() const {
+    if (!screens()) return {0, batch_->greedy};
+    Share unknown = {batch_->greedy, 0};
+    for (int64_t r = 0; r < batch_->greedy; ++r) {
+      bool known = screened_[r].usable;
+      for (int member = 0; member < team_.size(); ++member) known &= !candidates(member, r).full;
+      if (known) continue;
+      unknown = {std::min(unknown.begin, r), r + 1};
+    }
+    return unknown;
+  }
+
+  const Candidates& candidates(int member, int64_t row) const { return candidates_[member * batch_->greedy + row]; }
+
+  Largest largest_of_candidates(const Product& p, int64_t row) const {
+    constexpr int kTogether = 64;
+    int32_t columns[kTogether];
+    float logits[kTogether];
+    int count = 0;
+    Largest largest;
+    const auto compute = [&] {
+      kernels_.screen->logits(at(p.x, batch_->whole() + row, 0), p.x.dtype, p.packed, p.depth, columns, count, logits);
+      for (int i = 0; i < count; ++i) largest.offer(columns[i], logits[i]);
+      count = 0;
+    };
+    float least = candidates(0, row).least;
+    for (int member = 1; member < team_.size(); ++member) least = std::max(least, candidates(member, row).least);
+    for (int member = 0; member < team_.size(); ++member) {
+      const Candidates& found = candidates(member, row);
+      for (int64_t i = 0; i < found.count; ++i) {
+        if (found.most[i] < least) continue;
+        columns[count++] = found.columns[i];
+        if (count == kTogether) compute();
+      }
+    }
+    if (count > 0) compute();
+    return largest;
   }
 
   void rope_store(const int32_t* op, int rank) {
@@ -483,6 +627,13 @@ class Interpreter {
   std::vector<Attention> attentions_;
   std::vector<Errand> errands_;                // of each member
   std::vector<std::atomic<int64_t>> next_;  // of each op, what nobody has taken yet
+  bool screening_ = false;
+  Screen screen_{};
+  std::vector<uint8_t> digits_;        // of each row
+  std::vector<ScreenedRow> screened_;  // each row
+  std::vector<float> scratch_;         // of each member
+  std::vector<Candidates> candidates_;  // of each member and row
+  std::atomic<int64_t> next_panel_{0}, next_column_{0}, next_row_{0};
   bool profiling_ = false;
   std::vector<double> seconds_;
 };
@@ -519,13 +670,19 @@ EXPORT void batonq_set_weight(Interpreter* self, int index, const void* data, in
   self->set_weight(index, data, rows, columns);
 }
 
-// Arrays as in `kernels/batch.py`; `out` is float32 [logits, vocabulary].
-EXPORT bool batonq_forward(Interpreter* self, int64_t tokens, int64_t sequences, int64_t logits, int64_t table_width,
-                    const int32_t* token_ids, const int32_t* positions, const int32_t* query_start,
-                    const int32_t* store_from, const int32_t* block_tables, const int32_t* logits_rows, float* out) {
+// The screen of the LM head's weight, which has this shape; it must outlive `self`.
+EXPORT void batonq_set_screen(Interpreter* self, const void* data, int64_t rows, int64_t columns) {
+  self->set_screen(data, rows, columns);
+}
+
+// Arrays as in `kernels/batch.py`; `out` is float32 [logits - greedy, vocabulary], the last two are [greedy].
+EXPORT bool batonq_forward(Interpreter* self, int64_t tokens, int64_t sequences, int64_t logits, int64_t greedy,
+                           int64_t table_width, const int32_t* token_ids, const int32_t* positions,
+                           const int32_t* query_start, const int32_t* store_from, const int32_t* block_tables,
+                           const int32_t* logits_rows, float* out, int32_t* largest_ids, float* largest) {
   try {
-    self->forward({tokens, sequences, logits, table_width, token_ids, positions, query_start, store_from, block_tables,
-                   logits_rows, out});
+    self->forward({tokens, sequences, logits, greedy, table_width, token_ids, positions, query_start, store_from,
+                   block_tables, logits_rows, out, largest_ids, largest});
   } catch (const std::exception&) {
     return false;
   }

@@ -32,8 +32,9 @@ struct Features {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
     avx2 = ymm && fma && (b & bit_AVX2);
     avx512 = avx2 && zmm && (b & bit_AVX512F) && (b & bit_AVX512BW) && (b & bit_AVX512DQ) && (b & bit_AVX512VL);
+    const bool vnni = c & (1u << 11);
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
-    bf16 = avx512 && (a & (1u << 5));
+    bf16 = avx512 && vnni && (a & (1u << 5));
   }
 };
 

@@ -97,6 +97,46 @@ struct AttentionJob {
   float scale;
 };
 
+// The LM head's weights once more, rotated and in digits of 8 bits: enough to tell of most columns that their logit isn't
+// the largest of a row. `kernels/screen.py` makes it and says how it is laid out.
+struct Screen {
+  int64_t columns, width, depth;  // of the weights; `depth` is the width rounded up to what one multiplication takes
+  int64_t outer;                  // the odd part of the width
+  const int8_t* digits;           // [panel][depth / 4][64][4]
+  const int32_t* start;           // of each column: the sum that its dot products begin with
+  const float *scale, *error, *norm;  // of each column: of its digits; what they miss of it; its own
+  const float *signs, *mix;       // of the rotation: [width], [outer][outer]
+};
+
+// A row's digits stand for it but for an error: column j's logit, in units of the row's scale, is within
+// reach · error[j] + slack · norm[j] of what the digits give.
+struct ScreenedRow {
+  float reach, slack;
+  bool usable;  // else nothing is known about its logits
+};
+
+// Columns of a row whose logit may be its largest, with what it is at most. `least` is what the largest is at least.
+struct Candidates {
+  static constexpr int64_t kCapacity = 2048;
+  int32_t columns[kCapacity];
+  float most[kCapacity];
+  int64_t count;
+  float least;
+  bool full;  // there were more
+};
+
+// Only where the instruction set has dot products of 8-bit integers.
+struct ScreenKernels {
+  // Digits of a row of activations, biased by 128. `scratch` has room for twice the width.
+  ScreenedRow (*quantize)(const Screen& screen, const void* x, DType dtype, float* scratch, uint8_t* digits);
+  // Adds the candidates of each row among the columns of panels [first, last). Unusable rows are passed over.
+  void (*scan)(const Screen& screen, const uint8_t* digits, const ScreenedRow* rows, int64_t count, int64_t first,
+               int64_t last, Candidates* found);
+  // The logits of some columns of a row, to the bit as `product` gives them. `packed` as in Product.
+  void (*logits)(const void* x, DType dtype, const void* packed, int64_t depth, const int32_t* columns, int64_t count,
+                 float* out);
+};
+
 // The ops on rows, for one dtype of activations.
 struct RowKernels {
   void (*rms_norm)(const void* x, const float* weight, void* out, int64_t width, float eps);
@@ -112,6 +152,7 @@ struct Kernels {
   const char* name;
   void (*product)(const Product& p, int64_t first, int64_t last, int64_t begin, int64_t end);
   RowKernels rows[2];  // by DType
+  const ScreenKernels* screen;  // or null
 };
 
 // The kernels of an instruction set by name, or null if this CPU or operating system doesn't have it.

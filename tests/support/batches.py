@@ -53,7 +53,7 @@ def make_batch(pieces: Sequence[Piece]) -> Batch:
 
 def forward(backend: Backend, batch: Batch) -> torch.Tensor:
     """The batch's logits, in memory of their own."""
-    return torch.from_numpy(backend.forward(batch).copy())
+    return torch.from_numpy(backend.forward(batch).values.copy())
 
 
 def blocks_of(length: int) -> int:

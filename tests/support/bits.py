@@ -9,18 +9,18 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
+from batonq.engine.context import Context
 from batonq.engine.engine import Runner
 from batonq.engine.plan import Plan
 from batonq.kernels.cpu_backend import CpuBackend
+from batonq.kernels.logits import Logits
 from tests.support.batches import Piece, blocks_of, make_batch
 
 #: Around the kernels' tiles of 6 rows, blocks of 32 tokens, and chunks of 126 rows and of 256 keys.
 CHUNKS = (1, 2, 5, 6, 7, 31, 32, 33, 63, 64, 65, 125, 126, 127, 255, 256, 257)
 
-Logits = npt.NDArray[np.float32]
 
-
-def bits(logits: Logits) -> list[bytes]:
+def bits(logits: npt.NDArray[np.float32]) -> list[bytes]:
     """A digest of each row, which is small where a row of the real model is not."""
     return [blake2b(row, digest_size=16).digest() for row in logits]
 
@@ -33,7 +33,7 @@ def dirty(backend: CpuBackend) -> None:
 
 def alone(backend: CpuBackend, tokens: Sequence[int]) -> list[bytes]:
     """The bits at each position of a sequence that is computed at once."""
-    return bits(backend.forward(make_batch([Piece(tokens, 0, len(tokens), range(blocks_of(len(tokens))))])))
+    return bits(backend.forward(make_batch([Piece(tokens, 0, len(tokens), range(blocks_of(len(tokens))))])).values)
 
 
 def together(
@@ -64,7 +64,7 @@ def together(
             count = min(chunk, len(sequences[i]) - start, left)
             pieces.append(Piece(sequences[i], start, start + count, blocks[i]))
             left -= count
-        got = bits(backend.forward(make_batch(pieces)))
+        got = bits(backend.forward(make_batch(pieces)).values)
         for i, piece in zip(chosen, pieces, strict=False):
             made[i] += got[: piece.end - piece.start]
             del got[: piece.end - piece.start]
@@ -88,7 +88,7 @@ class SameBits:
     chunks, caches and preemptions are no part of a prefix.
     """
 
-    def __init__(self, runner: Runner[Logits], seen: dict[tuple[int, ...], bytes]) -> None:
+    def __init__(self, runner: Runner[Logits], seen: dict[tuple[str | int, ...], bytes]) -> None:
         self._runner = runner
         self._seen = seen
         #: Rows whose bits were known already.
@@ -97,10 +97,16 @@ class SameBits:
     def forward(self, plan: Plan) -> Logits:
         """Computes, compares and remembers."""
         logits = self._runner.forward(plan)
-        ends = [(row.context, row.stop) for row in plan.sampling_rows]
-        ends += [(row.context, at + 1) for row in plan.prompt_logprobs_rows for at in row.prompt_logits]
-        for (context, end), found in zip(ends, bits(logits), strict=True):
-            prefix = tuple(context.tokens(0, end))
-            self.compared += prefix in self._seen
-            assert self._seen.setdefault(prefix, found) == found, (context.context_id, end, plan.decision_id)
+        whole = [(row.context, row.stop) for row in plan.drawn_rows]
+        whole += [(row.context, at + 1) for row in plan.prompt_logprobs_rows for at in row.prompt_logits]
+        greedy = [(row.context, row.stop) for row in plan.greedy_rows]
+        largest = [i.tobytes() + x.tobytes() for i, x in zip(logits.largest_ids, logits.largest, strict=True)]
+        self._compare("whole", whole, bits(logits.values))
+        self._compare("largest", greedy, largest)
         return logits
+
+    def _compare(self, kind: str, ends: Sequence[tuple[Context, int]], bits_of_ends: Sequence[bytes]) -> None:
+        for (context, end), found in zip(ends, bits_of_ends, strict=True):
+            prefix = (kind, *context.tokens(0, end))
+            self.compared += prefix in self._seen
+            assert self._seen.setdefault(prefix, found) == found, (context.context_id, end, kind)
