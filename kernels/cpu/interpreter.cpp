@@ -3,6 +3,7 @@
 // All members of the team go through the list of ops together; each does its share of an op, and a barrier ends it.
 // Which member does what never changes a bit (see kernels.h).
 
+#include <sched.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -76,6 +78,42 @@ class Memory {
  private:
   void* data_ = nullptr;
   size_t size_ = 0;
+};
+
+// Has the kernel make a mapping's pages before they are needed, when cores have nothing else to do: a page of 2 MiB that
+// is made in the middle of a step takes it a millisecond or more. Where the kernel can't (before 5.14), they come as they
+// are written to.
+class Populator {
+ public:
+  Populator() = default;
+  ~Populator() {
+    stop_ = true;
+    if (thread_.joinable()) thread_.join();
+  }
+
+  // Mappings of `pieces` pieces of `size` bytes each, of which the first bytes of all are needed first.
+  void start(std::vector<const Memory*> mappings, int64_t pieces, int64_t size) {
+    thread_ = std::thread([this, mappings = std::move(mappings), pieces, size] {
+      const sched_param none{};
+      sched_setscheduler(0, SCHED_IDLE, &none);
+      for (int64_t at = 0; at < size; at += kStep)
+        for (int64_t piece = 0; piece < pieces; ++piece)
+          for (const Memory* mapping : mappings)
+            if (stop_ || !populate(mapping->data() + piece * size + at, std::min(kStep, size - at))) return;
+    });
+  }
+
+ private:
+  static constexpr int64_t kStep = 2 << 20;
+
+  static bool populate(char* begin, int64_t size) {
+    const uintptr_t page = 4096, from = reinterpret_cast<uintptr_t>(begin) / page * page;
+    const uintptr_t to = (reinterpret_cast<uintptr_t>(begin) + size + page - 1) / page * page;
+    return madvise(reinterpret_cast<void*>(from), to - from, MADV_POPULATE_WRITE) == 0;
+  }
+
+  std::atomic<bool> stop_{false};
+  std::thread thread_;
 };
 
 struct Buffer {
@@ -148,6 +186,7 @@ class Interpreter {
     layer_bytes_ = block_bytes_ * blocks;
     keys_ = Memory(layer_bytes_ * layers_);
     values_ = Memory(layer_bytes_ * layers_);
+    populator_.start({&keys_, &values_}, layers_, layer_bytes_);
   }
 
   // Borrowed: a matrix in panels (kernels.h) of the program's dtype, or floats that are read as they are.
@@ -619,6 +658,7 @@ class Interpreter {
   std::vector<std::vector<int32_t>> ops_;
   int64_t block_bytes_ = 0, layer_bytes_ = 0;
   Memory keys_, values_;
+  Populator populator_;  // ends before they do
   const BatchView* batch_ = nullptr;
   std::vector<int64_t> sequence_of_;
   int group_ = 1;  // query heads of a KV head, at most
