@@ -24,7 +24,7 @@ from batonq.kernels.packed import PackedWeights
 from batonq.kernels.program import Op, Program
 
 #: Raised whenever a change of the library may alter a bit of any result.
-KERNEL_VERSION = 3
+KERNEL_VERSION = 4
 
 #: What the attention kernel has room for: `kMaxHeadDim` in kernels.h, and no more heads than its `kMaxRows`.
 _MAX_HEAD_DIM, _MAX_GROUP = 256, 32

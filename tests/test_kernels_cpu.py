@@ -218,8 +218,8 @@ def test_a_vocabulary_of_152k(isa: str) -> None:
 
 def test_the_numerics_id_names_the_instruction_set(isa: str) -> None:
     first, second = (compiled_probe(dtype, isa).numerics_id for dtype in DType)
-    assert first.startswith(f"float32-{isa}-3-")
-    assert second.startswith(f"bfloat16-{isa}-3-")
+    assert first.startswith(f"float32-{isa}-4-")
+    assert second.startswith(f"bfloat16-{isa}-4-")
 
 
 def test_what_it_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

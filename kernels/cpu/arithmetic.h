@@ -27,20 +27,19 @@ inline V multiply_steps(V a, V b, V sum) { return fma(a, b, sum); }
 inline Pairs load_held(const bf16* p, bool whole) { return whole ? load_pairs(p) : load_firsts(p); }
 inline V load_held(const float* p, bool) { return load(p); }
 
-// e^x, for x up to 88, to about 1 ulp; 0 below -87.3. Cody-Waite reduction and a polynomial of degree 6 (as in Cephes).
-inline V exponential(V x) {
-  const V bounded = max(x, splat(-104.0f));
-  const V n = nearest(mul(bounded, splat(kLog2E)));
-  V r = fnma(n, splat(0.693359375f), bounded);
-  r = fnma(n, splat(-2.12194440e-4f), r);
-  V p = splat(1.9875691500e-4f);
-  p = fma(p, r, splat(1.3981999507e-3f));
-  p = fma(p, r, splat(8.3334519073e-3f));
-  p = fma(p, r, splat(4.1665795894e-2f));
-  p = fma(p, r, splat(1.6666665459e-1f));
-  p = fma(p, r, splat(5.0000001201e-1f));
-  p = fma(p, mul(r, r), add(r, splat(1.0f)));
-  return where_below(x, -87.3f, zero(), scale(p, n));
+// 2^x to 2 ulp for x from -126 to 127; 0 from -150 down. The polynomial is a minimax fit of the relative error on
+// [-1/2, 1/2].
+inline V power_of_two(V x) {
+  const V bounded = max(x, splat(-200.0f));
+  const V n = nearest(bounded);
+  const V r = sub(bounded, n);
+  V p = splat(1.326472731e-3f);
+  p = fma(p, r, splat(9.671512991e-3f));
+  p = fma(p, r, splat(5.550733581e-2f));
+  p = fma(p, r, splat(2.402224243e-1f));
+  p = fma(p, r, splat(6.931470037e-1f));
+  p = fma(p, r, splat(1.0f));
+  return scale(p, n);
 }
 
 // Rows that go through a share of the columns together: their inputs and a panel fit into a core's second cache.
@@ -245,10 +244,9 @@ void silu_mul(const T* gate, const T* up, T* out, int64_t width) {
   for (int64_t i = 0; i < width; i += kLanes) {
     const int64_t left = width - i;
     const V g = load(gate + i, left);
-    // Of -|g|, so that nothing overflows: sigmoid(g) = e^min(g, 0) / (1 + e^-|g|).
-    const V e = exponential(min(g, sub(zero(), g)));
-    const V sigmoid = div(where_below(g, 0.0f, e, splat(1.0f)), add(splat(1.0f), e));
-    store(out + i, mul(mul(g, sigmoid), load(up + i, left)), left);
+    // g / (1 + e^-g); beyond 2^126 the quotient is no more than a rounding away from 0.
+    const V e = power_of_two(min(mul(g, splat(-kLog2E)), splat(126.0f)));
+    store(out + i, mul(div(g, add(splat(1.0f), e)), load(up + i, left)), left);
   }
 }
 
@@ -290,21 +288,6 @@ struct Chunk {
   int blocks;
   int held;  // tokens in them
 };
-
-// 2^x to 2 ulp for x from -126 to 127; 0 from -150 down. The polynomial is a minimax fit of the relative error on
-// [-1/2, 1/2].
-inline V power_of_two(V x) {
-  const V bounded = max(x, splat(-200.0f));
-  const V n = nearest(bounded);
-  const V r = sub(bounded, n);
-  V p = splat(1.326472731e-3f);
-  p = fma(p, r, splat(9.671512991e-3f));
-  p = fma(p, r, splat(5.550733581e-2f));
-  p = fma(p, r, splat(2.402224243e-1f));
-  p = fma(p, r, splat(6.931470037e-1f));
-  p = fma(p, r, splat(1.0f));
-  return scale(p, n);
-}
 
 // Scores of R rows with J vectors of keys, `ahead` being what is fetched meanwhile.
 template <int R, int J, typename T>
