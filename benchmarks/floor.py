@@ -1,7 +1,8 @@
 """The least time a program could take: for each op max(bytes / bandwidth, operations / peak), one op after another.
 
 Counted are the bytes that can't be in a cache, weights and the KV of earlier tokens, once a step, and the operations of
-products. What moves activations only counts as free. An op whose bytes a cache did hold may beat its floor.
+products. What moves activations only counts as free. An op whose bytes a cache did hold may beat its floor. Greedy rows
+of the LM head cost what its screen costs (`kernels/screen.py`) where there is one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from batonq.engine.models import LoadedModel
 from batonq.engine.plan import Plan, Samples
 from batonq.engine.runner import to_batch
 from batonq.kernels.batch import Batch
-from batonq.kernels.program import Attention, Embed, Op, Program, Rows
+from batonq.kernels.cpu_backend import SCREENING_ISAS
+from batonq.kernels.cpu_library import best_isa
+from batonq.kernels.program import Attention, DType, Embed, LmHead, Op, Program, Rows
 from benchmarks.ceilings import Ceilings
 from benchmarks.subjects import sampling
 from benchmarks.workloads import Request
@@ -28,6 +31,9 @@ from benchmarks.workloads import Request
 class Cost:
     bytes_read: float = 0
     operations: float = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.bytes_read + other.bytes_read, self.operations + other.operations)
 
 
 def cost(op: Op, program: Program, batch: Batch) -> Cost:
@@ -41,7 +47,17 @@ def cost(op: Op, program: Program, batch: Batch) -> Cost:
         return Cost()
     rows = len(batch.logits_rows if program.buffers[op.out].rows is Rows.LOGITS else batch.token_ids)
     size = weight.shape[0] * weight.shape[1]
-    return Cost(size * weight.dtype.itemsize if rows else 0, 2 * rows * size)
+    screened = batch.num_greedy if isinstance(op, LmHead) else 0
+    return _product_cost(rows - screened, size, weight.dtype) + _screen_cost(screened, size, weight.dtype)
+
+
+def _product_cost(rows: int, size: int, dtype: DType) -> Cost:
+    return Cost(size * dtype.itemsize if rows else 0, 2 * rows * size)
+
+
+def _screen_cost(rows: int, size: int, dtype: DType) -> Cost:
+    """Digits of one byte: an instruction takes twice as many as of bfloat16, four times as many as of float32."""
+    return Cost(size if rows else 0, 2 * rows * size / dtype.itemsize)
 
 
 def _of_logits(op: Attention, program: Program) -> bool:
@@ -88,7 +104,10 @@ class _Planner:
         self.program, self.ceilings, self.seconds = program, ceilings, 0.0
 
     def forward(self, plan: Plan) -> None:
-        self.seconds += step_floor(self.program, to_batch(plan), self.ceilings)
+        batch = to_batch(plan)
+        if best_isa() not in SCREENING_ISAS:
+            batch = replace(batch, num_greedy=0)
+        self.seconds += step_floor(self.program, batch, self.ceilings)
 
     def sample(self, plan: Plan, logits: None) -> Samples:
         del logits

@@ -20,12 +20,10 @@ from batonq.engine.text import Vocabulary
 from batonq.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from batonq.engine.models import LoadedModel
     from batonq.engine.sampler import SamplingArithmetic
     from batonq.kernels.backend import Backend
+    from batonq.kernels.logits import Logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ def default_served_model_name(model: str) -> str:
     return path.stem if path.suffix == ".gguf" else (path.resolve().name if path.is_dir() else path.name)
 
 
-def load_engine(options: dict[str, Any]) -> tuple[Engine[npt.NDArray[np.float32]], Path]:
+def load_engine(options: dict[str, Any]) -> tuple[Engine[Logits], Path]:
     """Build the engine that `EngineOptions.to_dict` describes; with it the model's directory, for `Frontend`.
 
     Raises EngineError (a model that is not there or not supported, a cache without room) and OSError.

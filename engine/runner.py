@@ -44,7 +44,11 @@ def to_batch(plan: Plan) -> Batch:
         block_tables=block_tables,
         logits_rows=np.array(
             [last_of[id(row)] for row in plan.drawn_rows]
-            + [first + at - row.start for first, row in zip(query_start, rows, strict=False) for at in row.prompt_logits]
+            + [
+                first + at - row.start
+                for first, row in zip(query_start, rows, strict=False)
+                for at in row.prompt_logits
+            ]
             + [last_of[id(row)] for row in greedy],
             np.int32,
         ),

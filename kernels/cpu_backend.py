@@ -26,6 +26,9 @@ from batonq.kernels.program import Op, Program
 #: Raised whenever a change of the library may alter a bit of any result.
 KERNEL_VERSION = 4
 
+#: Instruction sets that find the largest logit by a screen (`kernels/screen.py`); the others compute whole rows for it.
+SCREENING_ISAS = frozenset({"avx512bf16"})
+
 #: What the attention kernel has room for: `kMaxHeadDim` in kernels.h, and no more heads than its `kMaxRows`.
 _MAX_HEAD_DIM, _MAX_GROUP = 256, 32
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 
 class Logits(NamedTuple):
-    """Of a batch (`kernels/batch.py`) with L rows of logits, the last G of them greedy. Valid until the next forward."""
+    """Of a `Batch` with L rows of logits, the last G of them greedy; valid until the next forward."""
 
     #: [L - G, vocabulary] float32.
     values: npt.NDArray[np.float32]

@@ -119,9 +119,9 @@ class ReferenceBackend:
             step = self._start(batch)
             for op in self.program.ops:
                 _RUN[type(op)](self, op, step)
-        values, greedy = step.buffers[self.program.output].split([len(batch.logits_rows) - batch.num_greedy, batch.num_greedy])
-        largest, ids = greedy.max(dim=1)
-        return Logits(values.numpy(), ids.int().numpy(), largest.numpy())
+        logits, whole = step.buffers[self.program.output], len(batch.logits_rows) - batch.num_greedy
+        largest, ids = logits[whole:].max(dim=1)
+        return Logits(logits[:whole].numpy(), ids.int().numpy(), largest.numpy())
 
     def _start(self, batch: Batch) -> _Step:
         block_size = self.program.kv_cache.block_size

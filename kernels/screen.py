@@ -1,8 +1,8 @@
 """The LM head's weights in digits of 8 bits, by which the compiled library finds a row's largest logit (`screen.h`).
 
-A greedy draw needs the largest of the logits and no other. Dot products of digits cost half of the real ones and read half
-of the bytes, and a bound on what they miss rules out nearly all columns; the few that are left are computed as they always
-are. So the token is the same to the last tie.
+A greedy draw needs the largest of the logits and no other. Dot products of digits cost half of the real ones and read
+half of the bytes, and a bound on what they miss rules out nearly all columns. The few that are left are computed as they
+are for whole rows, so the token is the same to the last tie.
 
     | digits: int8 [panel][depth / 4][64][4] | start: int32 | scale, error, norm: float32 | signs, mix: float32 |
 
@@ -56,7 +56,7 @@ def make_screen(weight: Float32) -> npt.NDArray[np.uint8]:
 
 
 def _split(weight: Float32) -> tuple[npt.NDArray[np.int8], Float32, Float32, Float32]:
-    """Digits, scale, error and norm of some rows. One that isn't finite or is very long is all error: never ruled out."""
+    """Digits, scale, error and norm of some rows. One not finite, or very long, is all error: it always stays."""
     with np.errstate(over="ignore", invalid="ignore"):
         lengths = np.linalg.norm(weight, axis=1)
     usable = lengths < _LONGEST  # and not NaN
@@ -87,7 +87,8 @@ def _signs(width: int) -> Float32:
     """Plus or minus one, scrambled by multipliers of xxHash."""
     words = np.arange(1, width + 1, dtype=np.uint32) * np.uint32(2654435761)
     words = (words ^ (words >> np.uint32(15))) * np.uint32(2246822519)
-    return np.where(words >> np.uint32(31), 1, -1).astype(np.float32)
+    signs: Float32 = np.where(words >> np.uint32(31), 1, -1).astype(np.float32)
+    return signs
 
 
 def _mix(width: int) -> Float32:
@@ -96,8 +97,8 @@ def _mix(width: int) -> Float32:
     rows, columns = np.arange(size)[:, None], np.arange(size)[None, :]
     matrix = np.cos(np.pi * (2 * columns + 1) * rows / (2 * size)) * np.sqrt(2 / size)
     matrix[0] /= np.sqrt(2)
-    matrix /= np.sqrt(width // size)
-    return matrix.astype(np.float32)
+    mixing: Float32 = (matrix / np.sqrt(width // size)).astype(np.float32)
+    return mixing
 
 
 def _odd_part(width: int) -> int:

@@ -102,6 +102,9 @@ def test_a_product_reads_its_matrix_once_and_computes_it_for_each_row() -> None:
     head = next(op for op in PROGRAM.ops if isinstance(op, LmHead))
     rows, columns = PROGRAM.weights[head.weight].shape
     assert cost(head, PROGRAM, work) == Cost(rows * columns * 2, 2 * 2 * rows * columns)
+    # The screen has a byte where a weight has two.
+    assert cost(head, PROGRAM, replace(work, num_greedy=1)) == Cost(rows * columns * 3, (2 + 1) * rows * columns)
+    assert cost(head, PROGRAM, replace(work, num_greedy=2)) == Cost(rows * columns, 2 * rows * columns)
 
 
 def test_a_floor_is_bound_by_what_is_scarce() -> None:

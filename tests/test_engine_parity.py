@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -16,12 +14,13 @@ from batonq.engine.engine import Engine
 from batonq.engine.loading import EngineOptions, load_engine
 from batonq.engine.sampling_params import SamplingParams
 from batonq.kernels.cpu_library import best_isa
+from batonq.kernels.logits import Logits
 from batonq.kernels.program import BLOCK_SIZE
 from tests.support.greedy import assert_greedy
 from tests.support.models import smollm2_dir
 from tests.support.prompts import passages
 
-SmolEngine = Engine[npt.NDArray[np.float32]]
+SmolEngine = Engine[Logits]
 
 NEW_TOKENS = 64
 #: Keys and values of 32 tokens in 30 layers of 3 heads of 64, in float32.

@@ -12,8 +12,6 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 from batonq.engine.config import EngineConfig
@@ -23,6 +21,7 @@ from batonq.engine.models import LoadedModel, ModelSource, load_model, resolve_m
 from batonq.engine.sampling_params import SamplingParams
 from batonq.kernels.cpu_backend import CpuBackend
 from batonq.kernels.cpu_library import ISA_VARIABLE
+from batonq.kernels.logits import Logits
 from batonq.kernels.packed import PackedWeights
 from tests.support import tiny_models
 from tests.support.bits import SameBits, alone, differences, together
@@ -34,7 +33,7 @@ DTYPES: tuple[DTypeName, ...] = ("float32", "bfloat16")
 #: Of which models the bits are compared; windows and lengths reach over the kernels' chunk of 256 keys.
 VARIANTS = ("long", "long-windows", "gqa3-untied", "qwen3-biases")
 
-TinyEngine = Engine[npt.NDArray[np.float32]]
+TinyEngine = Engine[Logits]
 
 
 class Case(NamedTuple):
@@ -163,7 +162,9 @@ def prompts_with_shared_beginnings(count: int, longest: int, vocabulary: int) ->
     return prompts
 
 
-def engine_for(model: str, case: Case, directories: dict[str, Path], seen: dict[tuple[str | int, ...], bytes]) -> TinyEngine:
+def engine_for(
+    model: str, case: Case, directories: dict[str, Path], seen: dict[tuple[str | int, ...], bytes]
+) -> TinyEngine:
     """An engine whose logits are held to what was `seen`."""
     crowd = {"max_num_seqs": case.crowd, "num_threads": case.threads}
     if model == SMOLLM2:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -19,6 +18,7 @@ from batonq.engine.context import Context
 from batonq.engine.engine import Engine
 from batonq.engine.sampling_params import SamplingParams
 from batonq.kernels.cpu_library import ISA_VARIABLE
+from batonq.kernels.logits import Logits
 from batonq.kernels.program import BLOCK_SIZE
 from tests.support import tiny_models
 from tests.support.greedy import assert_greedy
@@ -30,7 +30,7 @@ VOCAB_SIZE = 160
 #: Lengths around block borders, and one block or two exactly; Mistral's window of 24 is shorter than most.
 LENGTHS = (1, 2, 8, 31, 32, 33, 50, 63, 64, 65, 95, 100)
 
-TinyEngine = Engine[npt.NDArray[np.float32]]
+TinyEngine = Engine[Logits]
 
 
 @dataclass(frozen=True)

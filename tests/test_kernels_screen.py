@@ -1,4 +1,4 @@
-"""The screened LM head: the largest logit and its column, as the whole row of logits has them, whatever the numbers are."""
+"""The screened LM head: the largest logit and its column as in the whole row of logits, whatever the numbers are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from batonq.kernels import screen
 from batonq.kernels.batch import Batch
-from batonq.kernels.cpu_backend import CpuBackend
+from batonq.kernels.cpu_backend import SCREENING_ISAS, CpuBackend
 from batonq.kernels.packed import PackedWeights
 from batonq.kernels.program import DType, Embed, KVCacheSpec, LmHead, Program, ProgramBuilder, Rows, SelectRows
 from batonq.kernels.reference import ReferenceBackend
@@ -149,10 +149,11 @@ def test_the_reference_tells_the_same(dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", list(DType))
 def test_the_screen_is_what_decides(dtype: DType) -> None:
     """Of a column whose digits and error are wiped out nothing is computed, be its logit the largest."""
-    skip_without("avx512bf16")  # the others have no screen
+    (isa,) = SCREENING_ISAS
+    skip_without(isa)
     chance = np.random.default_rng(5)
     weights = {"x": gaussian(chance, 6, 64), "head": gaussian(chance, 640, 64)}
-    backend, packed = made(weights, dtype, 1, "avx512bf16")
+    backend, packed = made(weights, dtype, 1, isa)
     asked = replace(batch(6), num_greedy=6)
     before = backend.forward(asked).largest_ids.copy()
     assert packed.screen is not None

@@ -36,7 +36,7 @@ from tests.support.sampling_contract import asked_of, draw
 VOCAB_SIZE = 160
 NEW_TOKENS = 24
 
-TinyEngine = Engine[npt.NDArray[np.float32]]
+TinyEngine = Engine[Logits]
 
 #: Each parameter alone, and together; values strong enough to change what a tiny model says.
 ASKED: dict[str, dict[str, Any]] = {

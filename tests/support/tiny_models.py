@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
@@ -16,6 +14,7 @@ from batonq.engine.config import EngineConfig
 from batonq.engine.engine import Engine
 from batonq.engine.loading import EngineOptions, load_engine
 from batonq.engine.models import ModelSource, load_model
+from batonq.kernels.logits import Logits
 
 DTypeName = Literal["float32", "bfloat16"]
 
@@ -99,9 +98,7 @@ def save_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
 
 
-def engine(
-    directory: Path, num_blocks: int = 256, dtype: DTypeName = "float32", **config: int
-) -> Engine[npt.NDArray[np.float32]]:
+def engine(directory: Path, num_blocks: int = 256, dtype: DTypeName = "float32", **config: int) -> Engine[Logits]:
     """An engine over a saved model, with its tokenizer, on one thread unless told otherwise."""
     spec = load_model(ModelSource("tiny", directory), dtype).program.kv_cache
     settings = EngineConfig(kv_cache_memory_bytes=num_blocks * spec.bytes_per_block, **{"num_threads": 1, **config})
