@@ -1,8 +1,8 @@
 """The LM head's weights in digits of 8 bits, by which the compiled library finds a row's largest logit (`screen.h`).
 
 A greedy draw needs the largest of the logits and no other. Dot products of digits cost half of the real ones and read
-half of the bytes, and a bound on what they miss rules out nearly all columns. The few that are left are computed as they
-are for whole rows, so the token is the same to the last tie.
+half of the bytes, and a bound on what they miss rules out nearly all columns. The few that are left are computed as in
+whole rows, so the token is the same to the last tie.
 
     | digits: int8 [panel][depth / 4][64][4] | start: int32 | scale, error, norm: float32 | signs, mix: float32 |
 
