@@ -31,7 +31,7 @@ sanitize-address sanitize-thread: .venv/package
 	ASAN_OPTIONS=detect_leaks=0 TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1 \
 	BATONQ_CPU_LIBRARY=build/$@/libbatonq_cpu.so LD_PRELOAD=$$($(CXX) -print-file-name=$(RUNTIME)) \
 	$(BIN)/python -m pytest -p no:faulthandler -m "not soak" -k "not torch_draws" \
-	tests/test_kernels_cpu.py tests/test_cpu_sampling.py
+	tests/test_kernels_cpu.py tests/test_kernels_screen.py tests/test_cpu_sampling.py
 
 lint: .venv/package
 	$(BIN)/ruff check .
