@@ -31,6 +31,16 @@ class ScheduledContext:
         """Tokens computed in this step."""
         return self.stop - self.start
 
+    @property
+    def drawn(self) -> bool:
+        """Whether the next token is sampled from all of the logits."""
+        return self.samples and not self.context.needs_only_largest
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the next token is sampled, and nothing but the largest logit needed for it."""
+        return self.samples and self.context.needs_only_largest
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -52,13 +62,13 @@ class Plan:
 
     @property
     def drawn_rows(self) -> tuple[ScheduledContext, ...]:
-        """Of the `sampling_rows` those that need all of their logits, in order."""
-        return tuple(row for row in self.rows if row.samples and not row.context.needs_only_largest)
+        """Rows that are `drawn`, in order."""
+        return tuple(row for row in self.rows if row.drawn)
 
     @property
     def greedy_rows(self) -> tuple[ScheduledContext, ...]:
-        """Of the `sampling_rows` those that need nothing but the largest logit, in order."""
-        return tuple(row for row in self.rows if row.samples and row.context.needs_only_largest)
+        """Rows that are `greedy`, in order."""
+        return tuple(row for row in self.rows if row.greedy)
 
     @property
     def sampling_rows(self) -> tuple[ScheduledContext, ...]:
@@ -67,7 +77,7 @@ class Plan:
 
     @property
     def prompt_logprobs_rows(self) -> tuple[ScheduledContext, ...]:
-        """The rows with `prompt_logits`, in order."""
+        """The rows with `prompt_logits`, in order; their logits lie between those of `drawn_rows` and `greedy_rows`."""
         return tuple(row for row in self.rows if row.prompt_logits)
 
 

@@ -26,10 +26,11 @@ class BackendRunner:
 
 def to_batch(plan: Plan) -> Batch:
     """The arrays of a plan's rows, in their order."""
-    rows, greedy = plan.rows, plan.greedy_rows
+    rows = plan.rows
     query_start = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([row.num_tokens for row in rows], out=query_start[1:])
-    last_of = {id(row): int(end) - 1 for row, end in zip(rows, query_start[1:], strict=True)}
+    lasts = query_start[1:] - 1
+    greedy = [last for last, row in zip(lasts, rows, strict=True) if row.greedy]
     block_tables = np.zeros((len(rows), max(len(row.block_table) for row in rows)), np.int32)
     for index, row in enumerate(rows):
         block_tables[index, : len(row.block_table)] = row.block_table
@@ -43,13 +44,13 @@ def to_batch(plan: Plan) -> Batch:
         store_from=np.array([row.store_from for row in rows], np.int32),
         block_tables=block_tables,
         logits_rows=np.array(
-            [last_of[id(row)] for row in plan.drawn_rows]
+            [last for last, row in zip(lasts, rows, strict=True) if row.drawn]
             + [
                 first + at - row.start
                 for first, row in zip(query_start, rows, strict=False)
                 for at in row.prompt_logits
             ]
-            + [last_of[id(row)] for row in greedy],
+            + greedy,
             np.int32,
         ),
         num_greedy=len(greedy),

@@ -112,10 +112,10 @@ class Scheduler:
         self._schedule(context, draft)
 
     def _admit(self, draft: _Draft) -> None:
-        if not self.waiting:
+        if not self._may_admit(draft):
             return
         at_most = sum(self._blocks_at_most(context) for context in self.running)
-        while self.waiting and draft.budget and not draft.preempted and len(self.running) < self.config.max_num_seqs:
+        while self._may_admit(draft):
             context = self.waiting[0]
             at_most += self._blocks_at_most(context)
             # Where all have room at their longest, nothing has to be forecast.
@@ -123,6 +123,10 @@ class Scheduler:
                 return
             self.waiting.popleft()
             self._start(context, draft)
+
+    def _may_admit(self, draft: _Draft) -> bool:
+        room = draft.budget > 0 and len(self.running) < self.config.max_num_seqs
+        return room and bool(self.waiting) and not draft.preempted
 
     def _schedule(self, context: Context, draft: _Draft) -> None:
         """Add the context's next tokens to the draft, with blocks for them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -72,6 +72,13 @@ def _bits(value: float) -> int:
     return bits
 
 
+def _with_largest(values: npt.NDArray[np.float32], greedy: int) -> Logits:
+    """What is wanted of rows of which the last `greedy` are whole too."""
+    whole = len(values) - greedy
+    largest_ids = values[whole:].argmax(axis=1)
+    return Logits(values[:whole], largest_ids.astype(np.int32), values[np.arange(whole, len(values)), largest_ids])
+
+
 class CpuBackend:
     """A program with its weights and a KV cache of `num_blocks` blocks, zeroed, in the library's memory.
 
@@ -105,7 +112,8 @@ class CpuBackend:
             raise BackendUnavailable(f"no instruction set {self.isa} here, or no memory for {size} bytes of KV cache")
         for index in range(len(program.weights)):
             self._library.batonq_set_weight(self._handle, index, weights.address(index), *weights.shape(index))
-        if weights.screen is not None:
+        self._screens = weights.screen is not None and self.isa in SCREENING_ISAS
+        if weights.screen is not None and self._screens:
             self._library.batonq_set_screen(self._handle, *weights.screen)
 
     def __del__(self) -> None:
@@ -134,6 +142,8 @@ class CpuBackend:
         They lie in memory that the next forward writes to again, because fresh memory would cost a page fault for each
         of their pages at every step.
         """
+        if batch.num_greedy and not self._screens:
+            return _with_largest(self.forward(replace(batch, num_greedy=0)).values, batch.num_greedy)
         whole = len(batch.logits_rows) - batch.num_greedy
         if len(self._logits) < whole:
             self._logits = np.empty((whole, self.program.vocab_size), np.float32)

@@ -20,18 +20,19 @@ import numpy.typing as npt
 Float32 = npt.NDArray[np.float32]
 
 _PANEL, _QUAD, _LARGEST_DIGIT = 64, 4, 127
-#: Wider odd parts would take longer to mix than they save.
+#: Wider odd parts would take longer to mix than they save, and round more than `kRoundings` in screen.h allows for.
 _MAX_ODD_PART = 64
-#: The library counts words of the weights in 32 bits.
-_MAX_SIZE = 2**31
-#: Relative roundings in a norm, by far; and a norm so large that logits could overflow, which no bound foresees.
-_ROUNDING, _LONGEST = 1e-4, 1e18
+#: The library counts words of the weights, and sums products of digits, in 32 bits.
+_MAX_SIZE, _MAX_WIDTH = 2**31, 2**17
+#: Relative roundings in a norm, by far; a norm so large that logits could overflow, which no bound foresees; an element
+#: so small that squares of digits' errors could underflow.
+_ROUNDING, _LONGEST, _SMALLEST = 1e-4, 1e18, 1e-12
 _ROWS_AT_ONCE = 4096
 
 
 def can_screen(rows: int, width: int) -> bool:
     """Whether a weight of this shape can have a screen."""
-    return _odd_part(width) <= _MAX_ODD_PART and rows * (width + 1) < _MAX_SIZE
+    return _odd_part(width) <= _MAX_ODD_PART and width < _MAX_WIDTH and rows * (width + 1) < _MAX_SIZE
 
 
 def nbytes(rows: int, width: int) -> int:
@@ -56,10 +57,11 @@ def make_screen(weight: Float32) -> npt.NDArray[np.uint8]:
 
 
 def _split(weight: Float32) -> tuple[npt.NDArray[np.int8], Float32, Float32, Float32]:
-    """Digits, scale, error and norm of some rows. One not finite, or very long, is all error: it always stays."""
+    """Digits, scale, error and norm of some rows. One not finite, very long or tiny is all error: it always stays."""
     with np.errstate(over="ignore", invalid="ignore"):
         lengths = np.linalg.norm(weight, axis=1)
-    usable = lengths < _LONGEST  # and not NaN
+    sizes = np.abs(weight).max(axis=1)
+    usable = (lengths < _LONGEST) & ((sizes > _SMALLEST) | (sizes == 0))  # and not NaN
     rotated = rotate(np.where(usable[:, None], weight, np.float32(0)))
     largest = np.abs(rotated).max(axis=1)
     scale = np.where(largest > 0, largest / _LARGEST_DIGIT, 1).astype(np.float32)

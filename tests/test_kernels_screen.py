@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batonq.kernels import screen
@@ -76,6 +76,11 @@ def of_many_sizes(chance: Generator, rows: int, width: int) -> Float32:
     return gaussian(chance, rows, width) * np.float32(10) ** chance.integers(-40, 36, (rows, 1)).astype(np.float32)
 
 
+def tiny(chance: Generator, rows: int, width: int) -> Float32:
+    """All so small that squares underflow, or that logits do."""
+    return gaussian(chance, rows, width) * np.float32(10) ** np.float32(chance.integers(-44, -9))
+
+
 def with_oddities(chance: Generator, rows: int, width: int) -> Float32:
     """Infinities and NaN here and there."""
     odd = gaussian(chance, rows, width)
@@ -85,7 +90,7 @@ def with_oddities(chance: Generator, rows: int, width: int) -> Float32:
 
 
 Kind = Callable[[Generator, int, int], Float32]
-KINDS: tuple[Kind, ...] = (gaussian, with_outliers, of_few, nearly_alike, zeros, of_many_sizes, with_oddities)
+KINDS: tuple[Kind, ...] = (gaussian, with_outliers, of_few, nearly_alike, zeros, of_many_sizes, tiny, with_oddities)
 
 
 def made(
@@ -98,6 +103,7 @@ def made(
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@settings(deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     width=st.sampled_from(WIDTHS),
@@ -131,6 +137,22 @@ def test_the_largest_is_that_of_the_whole_row(
     assert np.array_equal(found.largest, largest, equal_nan=True)
     known = ~np.isnan(largest)
     assert np.array_equal(found.largest_ids[known], whole[kept:].argmax(axis=1)[known])
+
+
+@pytest.mark.parametrize("size", [1e-24, 1e-22, 1e-13, 1e-9, 1.0])
+def test_digits_that_round_to_nothing_are_no_proof(size: float) -> None:
+    """A digit misses up to half a unit; where squares underflow, it would seem to miss nothing."""
+    signs = screen.rotate(np.eye(2, dtype=np.float32)).sum(axis=0)
+    signs = np.where(signs == 0, np.float32(1), np.sign(signs))
+    rows = [np.array([1.0039, 0.9961]), np.array([1.0039, -0.9961]), np.array([0.9961, 1.0039])]
+    x = np.array([row * sign for row in rows for sign in (signs, -signs, 1, -1)], np.float32) * np.float32(size)
+    directions = np.array([(1.002, 1.002), (2, 0), (0, 2), (1.002, -1.002)], np.float32)
+    weights = {"x": x, "head": np.concatenate([directions, -directions])}
+    backend, _ = made(weights, DType.FLOAT32, 1)
+    whole = backend.forward(batch(len(x))).values.copy()
+    found = backend.forward(replace(batch(len(x)), num_greedy=len(x)))
+    assert np.array_equal(found.largest_ids, whole.argmax(axis=1))
+    assert np.array_equal(found.largest, whole.max(axis=1))
 
 
 @pytest.mark.parametrize("dtype", list(DType))

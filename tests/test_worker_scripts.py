@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
 import redis
 from rq import Queue
 
 from batonq.producer import keys
 from batonq.producer.schema import FUNCTION
 from batonq.worker.messages import pack_ids, unpack_ids
-from batonq.worker.scripts import Claim, Committed, ContextCommit, Scripts
+from batonq.worker.scripts import Claim, Committed, ContextCommit, ContextEnd, Ending, Finished, Scripts
 from tests.support.claims import claim_jobs
 from tests.support.workers import QUEUE
 
@@ -53,6 +56,28 @@ def test_each_job_of_a_commit_has_its_own_outcome(connection: redis.Redis, queue
     assert [tokens(claim) for claim in claimed] == [[[], []], [[1, 2], [3]], [[], []], [[], []], [[], [4, 5]]]
     states = [connection.hget(keys.context(name), "state") for name in names(grown)]
     assert states == [None, b"RUNNING"]
+
+
+def ending(claim: Claim) -> Ending:
+    contexts = [ContextEnd(name, 0, {"state": "FINISHED"}) for name in names(claim)]
+    result = {"type": "1", "return_value": "x"}
+    return Ending(claim.ownership, QUEUE, "w", "finished", result, time.time(), 0.5, 60, contexts=contexts)
+
+
+def test_an_end_that_the_server_refuses_hurts_no_other(connection: redis.Redis, queue: Queue) -> None:
+    """More ends than one script takes, with one whose key holds what it can't hold."""
+    scripts = Scripts(connection)
+    claimed = claims(scripts, queue, 70)
+    odd = claimed[3]
+    connection.set(keys.results(odd.ownership.job_id), "not a stream")
+    endings = [ending(claim) for claim in claimed]
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        scripts.finish(endings)
+    others = [claim.ownership.job_id for claim in claimed if claim is not odd]
+    assert {connection.hget(keys.job(job_id), "status") for job_id in others} == {b"finished"}
+    again = scripts.finish([each for each in endings if each.ownership != odd.ownership])
+    assert again == [Finished(done=True, retried=False, follow_up=False)] * 69
+    assert {connection.xlen(keys.results(job_id)) for job_id in others} == {1}
 
 
 def test_a_released_context_shows_how_far_it_is(connection: redis.Redis, queue: Queue) -> None:

@@ -197,6 +197,12 @@ def _source(files: Sequence[str]) -> str:
     return shared + "".join((resources.files("batonq.worker") / "lua" / f"{file}.lua").read_text() for file in files)
 
 
+def _raise_first_error(replies: Sequence[Any]) -> None:
+    for reply in replies:
+        if isinstance(reply, redis.ResponseError):
+            raise reply
+
+
 def _entries(entries: Sequence[StreamEntry]) -> list[Any]:
     return [[entry.end, int(entry.last), _flat(entry.fields)] for entry in entries]
 
@@ -237,9 +243,7 @@ class Scripts:
             self._line.disconnect()
         self._line.send_packed_command(self._line.pack_commands(commands))
         replies = [self._reply() for _ in commands]  # all of them, before any error is raised
-        for reply in replies:
-            if isinstance(reply, redis.ResponseError):
-                raise reply
+        _raise_first_error(replies)
         return replies
 
     def _reply(self) -> Any:
@@ -315,8 +319,9 @@ class Scripts:
             for e in endings
         ]
         calls = [[batch[i : i + _FINISH_BATCH]] for i in range(0, len(batch), _FINISH_BATCH)]
-        outcomes = self._call_each("finish", calls)
-        return [Finished(*map(bool, flags)) for call in outcomes for flags in call]
+        outcomes = [outcome for call in self._call_each("finish", calls) for outcome in call]
+        _raise_first_error(outcomes)
+        return [Finished(*map(bool, flags)) for flags in outcomes]
 
     def release(self, worker: str, batch: Sequence[Ownership], *, crashed: Container[Ownership] = ()) -> list[bool]:
         """Give jobs back to the front of their queues, in this order; of those `crashed`, the engine's death counts."""

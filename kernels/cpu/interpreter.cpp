@@ -3,8 +3,10 @@
 // All members of the team go through the list of ops together; each does its share of an op, and a barrier ends it.
 // Which member does what never changes a bit (see kernels.h).
 
-#include <sched.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -14,6 +16,7 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -21,6 +24,10 @@
 #include "kernels.h"
 #include "sanitizers.h"
 #include "team.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // since Linux 5.14
+#endif
 
 namespace batonq {
 
@@ -80,9 +87,9 @@ class Memory {
   size_t size_ = 0;
 };
 
-// Has the kernel make a mapping's pages before they are needed, when cores have nothing else to do: a page of 2 MiB that
-// is made in the middle of a step takes it a millisecond or more. Where the kernel can't (before 5.14), they come as they
-// are written to.
+// Has the kernel make a mapping's pages before they are needed, as long as cores have little else to do: a page of 2 MiB
+// that is made in the middle of a step takes it a millisecond or more. Where the kernel can't (before 5.14), or there is
+// no thread to be had, pages come as they are written to.
 class Populator {
  public:
   Populator() = default;
@@ -93,18 +100,24 @@ class Populator {
 
   // Mappings of `pieces` pieces of `size` bytes each, of which the first bytes of all are needed first.
   void start(std::vector<const Memory*> mappings, int64_t pieces, int64_t size) {
-    thread_ = std::thread([this, mappings = std::move(mappings), pieces, size] {
-      const sched_param none{};
-      sched_setscheduler(0, SCHED_IDLE, &none);
-      for (int64_t at = 0; at < size; at += kStep)
-        for (int64_t piece = 0; piece < pieces; ++piece)
-          for (const Memory* mapping : mappings)
-            if (stop_ || !populate(mapping->data() + piece * size + at, std::min(kStep, size - at))) return;
-    });
+    try {
+      thread_ = std::thread([this, mappings = std::move(mappings), pieces, size] { run(mappings, pieces, size); });
+    } catch (const std::system_error&) {
+      return;
+    }
   }
 
  private:
   static constexpr int64_t kStep = 2 << 20;
+
+  // Not of the idle class: while it makes a page, others may have to wait for the map of the memory.
+  void run(const std::vector<const Memory*>& mappings, int64_t pieces, int64_t size) const {
+    setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), 19);
+    for (int64_t at = 0; at < size; at += kStep)
+      for (int64_t piece = 0; piece < pieces; ++piece)
+        for (const Memory* mapping : mappings)
+          if (stop_ || !populate(mapping->data() + piece * size + at, std::min(kStep, size - at))) return;
+  }
 
   static bool populate(char* begin, int64_t size) {
     const uintptr_t page = 4096, from = reinterpret_cast<uintptr_t>(begin) / page * page;
@@ -177,7 +190,6 @@ class Interpreter {
     for (size_t i = 0; i < ops_.size(); ++i)
       if (ops_[i][0] == kAttention) add_attention(i);
     next_ = std::vector<std::atomic<int64_t>>(ops_.size());
-    screening_ = kernels.screen != nullptr;
     errands_.resize(team.size());
   }
 
@@ -215,9 +227,9 @@ class Interpreter {
   void forward(const BatchView& batch) {
     batch_ = &batch;
     for (Buffer& buffer : buffers_) {
-      const int64_t rows = buffer.logits_rows ? batch.logits : batch.tokens;
+      const bool output = &buffer == &buffers_[output_];  // whole rows go to `out`
+      const int64_t rows = output ? batch.greedy : buffer.logits_rows ? batch.logits : batch.tokens;
       const size_t size = rows * buffer.stride() * item_size(buffer.dtype);
-      if (&buffer == &buffers_[output_] && batch.greedy == 0) continue;
       if (buffer.memory.size() < size) buffer.memory = Memory(size + size / 2);
       buffer.memory.use(size);
     }
@@ -358,8 +370,7 @@ class Interpreter {
 
   // ── the LM head ──────────────────────────────────────────────────────────────────────────────────────────────────
   //
-  // Whole rows of logits, and of the rows behind them the largest. That is looked for among a few candidates, where there
-  // is a screen that finds these.
+  // Whole rows of logits, and of the rows behind them the largest, among a few candidates that the screen finds.
 
   void lm_head(const int32_t* op, int rank, std::atomic<int64_t>& next) {
     const Weight& weight = weights_[op[2]];
@@ -370,30 +381,27 @@ class Interpreter {
 
   void make_room_for_screening() {
     next_panel_ = next_column_ = next_row_ = 0;
-    if (batch_->greedy == 0 || !screens()) return;
+    if (batch_->greedy == 0) return;
     digits_.resize(batch_->greedy * screen_.depth);
     screened_.resize(batch_->greedy);
     scratch_.resize(team_.size() * 2 * screen_.width);
-    if (candidates_.size() < static_cast<size_t>(batch_->greedy * team_.size()))
-      candidates_.resize(batch_->greedy * team_.size());
+    const int64_t lists = batch_->greedy * team_.size();
+    if (lists > num_candidates_) candidates_.reset(new Candidates[lists]), num_candidates_ = lists;
   }
 
-  bool screens() const { return screening_ && screen_.digits != nullptr; }
-
   void find_largest(const Product& p, int rank) {
-    if (screens()) screen_rows(p.x, rank);
+    screen_rows(p.x, rank);
     const Share unknown = unknown_rows();
     for (int64_t r = next_row_++; r < batch_->greedy; r = next_row_++)
       if (r < unknown.begin || r >= unknown.end) answer(r, largest_of_candidates(p, r));
     if (unknown.begin >= unknown.end) return;
     Product whole = p;
-    whole.out.data = buffers_[output_].memory.data();
-    const int64_t first = batch_->whole();
-    product(whole, first + unknown.begin, first + unknown.end, rank, next_column_);
+    whole.x.data = at(p.x, batch_->whole(), 0), whole.out.data = buffers_[output_].memory.data();
+    product(whole, unknown.begin, unknown.end, rank, next_column_);
     team_.barrier();
     const Share rows = share(unknown.end - unknown.begin, rank);
     for (int64_t r = unknown.begin + rows.begin; r < unknown.begin + rows.end; ++r) {
-      const float* logits = whole.out.row<float>(first + r);
+      const float* logits = whole.out.row<float>(r);
       Largest largest;
       for (int64_t i = 0; i < vocabulary_; ++i) largest.offer(i, logits[i]);
       answer(r, largest);
@@ -406,7 +414,7 @@ class Interpreter {
   }
 
   void screen_rows(const Matrix& x, int rank) {
-    Candidates* found = candidates_.data() + rank * batch_->greedy;
+    Candidates* found = candidates_.get() + rank * batch_->greedy;
     for (int64_t r = 0; r < batch_->greedy; ++r)
       found[r].count = 0, found[r].least = -std::numeric_limits<float>::infinity(), found[r].full = false;
     const Share rows = share(batch_->greedy, rank);
@@ -421,9 +429,8 @@ class Interpreter {
     team_.barrier();
   }
 
-  // The rows of which the screen can't tell enough, and those between them: all if there is no screen.
+  // The rows of which the screen can't tell enough, and those between them.
   Share unknown_rows() const {
-    if (!screens()) return {0, batch_->greedy};
     Share unknown = {batch_->greedy, 0};
     for (int64_t r = 0; r < batch_->greedy; ++r) {
       bool known = screened_[r].usable;
@@ -667,12 +674,12 @@ class Interpreter {
   std::vector<Attention> attentions_;
   std::vector<Errand> errands_;                // of each member
   std::vector<std::atomic<int64_t>> next_;  // of each op, what nobody has taken yet
-  bool screening_ = false;
   Screen screen_{};
   std::vector<uint8_t> digits_;        // of each row
   std::vector<ScreenedRow> screened_;  // each row
   std::vector<float> scratch_;         // of each member
-  std::vector<Candidates> candidates_;  // of each member and row
+  std::unique_ptr<Candidates[]> candidates_;  // of each member and row
+  int64_t num_candidates_ = 0;
   std::atomic<int64_t> next_panel_{0}, next_column_{0}, next_row_{0};
   bool profiling_ = false;
   std::vector<double> seconds_;
@@ -710,12 +717,13 @@ EXPORT void batonq_set_weight(Interpreter* self, int index, const void* data, in
   self->set_weight(index, data, rows, columns);
 }
 
-// The screen of the LM head's weight, which has this shape; it must outlive `self`.
+// The screen of the LM head's weight, which has this shape; it must outlive `self`. Only where the instruction set screens.
 EXPORT void batonq_set_screen(Interpreter* self, const void* data, int64_t rows, int64_t columns) {
   self->set_screen(data, rows, columns);
 }
 
-// Arrays as in `kernels/batch.py`; `out` is float32 [logits - greedy, vocabulary], the last two are [greedy].
+// Arrays as in `kernels/batch.py`; `out` is float32 [logits - greedy, vocabulary], the last two are [greedy]. Without a
+// screen there can be no greedy rows.
 EXPORT bool batonq_forward(Interpreter* self, int64_t tokens, int64_t sequences, int64_t logits, int64_t greedy,
                            int64_t table_width, const int32_t* token_ids, const int32_t* positions,
                            const int32_t* query_start, const int32_t* store_from, const int32_t* block_tables,

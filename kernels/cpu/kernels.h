@@ -117,7 +117,7 @@ struct ScreenedRow {
 
 // Columns of a row whose logit may be its largest, with what it is at most. `least` is what the largest is at least.
 struct Candidates {
-  static constexpr int64_t kCapacity = 2048;
+  static constexpr int64_t kCapacity = 512;
   int32_t columns[kCapacity];
   float most[kCapacity];
   int64_t count;

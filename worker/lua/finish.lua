@@ -1,10 +1,11 @@
--- End jobs: result, registry, counters, times to live, and word to its client, all or nothing.
+-- End jobs, each of them wholly: result, registry, counters, times to live, and word to its client.
 -- Args: prefix, batch of {id, execution, epoch, queue, worker, status ('finished', 'failed' or 'stopped'), result (flat
 -- fields), ended (ISO), seconds worked, default ttl, client id or false, contexts: {context id, tokens that the server has
 -- acknowledged, fields (flat), stream entries}, what to tell the streams of a job without output: {code, message} or
 -- false, whether to try again if rq's Retry leaves a try}.
 -- Returns for each {1 | 0 (lost), 1 if it is queued again or waits for its next try, 1 if there is something to follow
--- up}. A repeated call, after a lost reply, changes nothing and returns the same.
+-- up}, or an error, which concerns this job alone. A repeated call, after a lost reply, changes nothing and returns the
+-- same.
 local _, batch = unpack(args)
 -- Seconds that a job which nobody wants to keep is kept for what has to follow.
 local FOLLOW_UP_TTL = 600
@@ -53,10 +54,10 @@ end
 local FIELDS = {'status', 'batonq_execution', 'batonq_epoch', 'batonq_ended_by', 'batonq_retried_by', 'retries_left',
                 'result_ttl', 'failure_ttl', 'success_callback_name', 'failure_callback_name', 'stopped_callback_name',
                 'webhooks', 'rate_limit_key'}
-local FIRST_FOLLOWED = 9
+local FOLLOWED = 9  -- and those behind it
 
 local function to_follow_up(id, held)
-  for i = FIRST_FOLLOWED, #FIELDS do
+  for i = FOLLOWED, #FIELDS do
     if held[i] and held[i] ~= '' then return true end
   end
   return redis.call('SCARD', key('job', id, 'dependents')) > 0
@@ -65,8 +66,9 @@ end
 local function finish(id, execution, epoch, queue, worker, status, result, ended, seconds, default_ttl, client, contexts,
                       broken, transient)
   local held = redis.call('HMGET', job_key(id), unpack(FIELDS))
-  if held[4] == execution then return {1, 0, redis.call('HEXISTS', key('batonq', 'followups', queue), id)} end
-  if held[5] == execution then return {1, 1, 0} end
+  local ended_by, retried_by, retries_left, result_ttl, failure_ttl = unpack(held, 4, 8)
+  if ended_by == execution then return {1, 0, redis.call('HEXISTS', key('batonq', 'followups', queue), id)} end
+  if retried_by == execution then return {1, 1, 0} end
   if not owns(held, execution, epoch) then return {0, 0, 0} end
   if behind(contexts) then
     give_back(id, execution, queue, worker, 'behind')
@@ -75,7 +77,7 @@ local function finish(id, execution, epoch, queue, worker, status, result, ended
 
   drop_execution(id, execution, queue, worker)
   count(worker, status, seconds)
-  local left = tonumber(held[6] or 0)
+  local left = tonumber(retries_left or 0)
   if transient and left > 0 then
     try_again(id, execution, queue, worker, ended, left)
     return {1, 1, 0}
@@ -85,7 +87,7 @@ local function finish(id, execution, epoch, queue, worker, status, result, ended
   if broken then break_streams(id, unpack(broken)) end
   redis.call('HSET', job_key(id), 'status', status, 'ended_at', ended, 'batonq_ended_by', execution)
   redis.call('XADD', key('results', id), 'MAXLEN', 10, '*', unpack(result))
-  local ttl = tonumber(held[status == 'finished' and 7 or 8]) or default_ttl
+  local ttl = tonumber(status == 'finished' and result_ttl or failure_ttl) or default_ttl
   tell(client, id, ttl > 0 and ttl or default_ttl)
   local more = to_follow_up(id, held)
   if more then
@@ -97,5 +99,9 @@ local function finish(id, execution, epoch, queue, worker, status, result, ended
 end
 
 local outcomes = {}
-for i, ending in ipairs(batch) do outcomes[i] = finish(unpack(ending)) end
+for i, ending in ipairs(batch) do
+  local done, outcome = pcall(finish, unpack(ending))
+  if not done then outcome = redis.error_reply(type(outcome) == 'table' and outcome.err or outcome) end
+  outcomes[i] = outcome
+end
 return outcomes
