@@ -385,8 +385,12 @@ class Interpreter {
     digits_.resize(batch_->greedy * screen_.depth);
     screened_.resize(batch_->greedy);
     scratch_.resize(team_.size() * 2 * screen_.width);
-    const int64_t lists = batch_->greedy * team_.size();
-    if (lists > num_candidates_) candidates_.reset(new Candidates[lists]), num_candidates_ = lists;
+    if (batch_->greedy > most_greedy_) {
+      candidates_.reset(new Candidates[batch_->greedy * team_.size()]);
+      least_.reset(new std::atomic<float>[batch_->greedy]);
+      most_greedy_ = batch_->greedy;
+    }
+    for (int64_t r = 0; r < batch_->greedy; ++r) least_[r] = -std::numeric_limits<float>::infinity();
   }
 
   void find_largest(const Product& p, int rank) {
@@ -415,8 +419,7 @@ class Interpreter {
 
   void screen_rows(const Matrix& x, int rank) {
     Candidates* found = candidates_.get() + rank * batch_->greedy;
-    for (int64_t r = 0; r < batch_->greedy; ++r)
-      found[r].count = 0, found[r].least = -std::numeric_limits<float>::infinity(), found[r].full = false;
+    for (int64_t r = 0; r < batch_->greedy; ++r) found[r].count = 0, found[r].full = false;
     const Share rows = share(batch_->greedy, rank);
     for (int64_t r = rows.begin; r < rows.end; ++r)
       screened_[r] = kernels_.screen->quantize(screen_, at(x, batch_->whole() + r, 0), x.dtype,
@@ -424,7 +427,7 @@ class Interpreter {
                                                digits_.data() + r * screen_.depth);
     team_.barrier();
     deal(round_up(screen_.columns, kPanel) / kPanel, rank, next_panel_, [&](int64_t first, int64_t last) {
-      kernels_.screen->scan(screen_, digits_.data(), screened_.data(), batch_->greedy, first, last, found);
+      kernels_.screen->scan(screen_, digits_.data(), screened_.data(), batch_->greedy, first, last, least_.get(), found);
     });
     team_.barrier();
   }
@@ -454,8 +457,7 @@ class Interpreter {
       for (int i = 0; i < count; ++i) largest.offer(columns[i], logits[i]);
       count = 0;
     };
-    float least = candidates(0, row).least;
-    for (int member = 1; member < team_.size(); ++member) least = std::max(least, candidates(member, row).least);
+    const float least = least_[row];
     for (int member = 0; member < team_.size(); ++member) {
       const Candidates& found = candidates(member, row);
       for (int64_t i = 0; i < found.count; ++i) {
@@ -678,8 +680,9 @@ class Interpreter {
   std::vector<uint8_t> digits_;        // of each row
   std::vector<ScreenedRow> screened_;  // each row
   std::vector<float> scratch_;         // of each member
-  std::unique_ptr<Candidates[]> candidates_;  // of each member and row
-  int64_t num_candidates_ = 0;
+  std::unique_ptr<Candidates[]> candidates_;    // of each member and row
+  std::unique_ptr<std::atomic<float>[]> least_;  // of each row
+  int64_t most_greedy_ = 0;
   std::atomic<int64_t> next_panel_{0}, next_column_{0}, next_row_{0};
   bool profiling_ = false;
   std::vector<double> seconds_;

@@ -4,6 +4,7 @@
 // bits depend neither on its neighbours nor on how rows and columns are dealt out to threads.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -115,23 +116,23 @@ struct ScreenedRow {
   bool usable;  // else nothing is known about its logits
 };
 
-// Columns of a row whose logit may be its largest, with what it is at most. `least` is what the largest is at least.
+// Columns of a row whose logit may be its largest, with what it is at most.
 struct Candidates {
-  static constexpr int64_t kCapacity = 512;
+  static constexpr int64_t kCapacity = 2048;
+  int64_t count;
+  bool full;  // there were more
   int32_t columns[kCapacity];
   float most[kCapacity];
-  int64_t count;
-  float least;
-  bool full;  // there were more
 };
 
 // Only where the instruction set has dot products of 8-bit integers.
 struct ScreenKernels {
   // Digits of a row of activations, biased by 128. `scratch` has room for twice the width.
   ScreenedRow (*quantize)(const Screen& screen, const void* x, DType dtype, float* scratch, uint8_t* digits);
-  // Adds the candidates of each row among the columns of panels [first, last). Unusable rows are passed over.
+  // Adds the candidates of each row among the columns of panels [first, last). `least` is what the largest logit of each
+  // row is at least, as far as any member has seen. Unusable rows are passed over.
   void (*scan)(const Screen& screen, const uint8_t* digits, const ScreenedRow* rows, int64_t count, int64_t first,
-               int64_t last, Candidates* found);
+               int64_t last, std::atomic<float>* least, Candidates* found);
   // The logits of some columns of a row, to the bit as `product` gives them. `packed` as in Product.
   void (*logits)(const void* x, DType dtype, const void* packed, int64_t depth, const int32_t* columns, int64_t count,
                  float* out);

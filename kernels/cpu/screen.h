@@ -113,11 +113,17 @@ template <int R>
     for (int j = 0; j < kPanelVectors; ++j) store(sums[r] + kLanes * j, c[r][j]);
 }
 
-inline void add_candidate(Candidates& found, int32_t column, float most) {
+inline void raise(std::atomic<float>& least, float value) {
+  float seen = least.load(std::memory_order_relaxed);
+  while (value > seen && !least.compare_exchange_weak(seen, value, std::memory_order_relaxed)) continue;
+}
+
+inline void add_candidate(Candidates& found, int32_t column, float most, float least) {
+  if (most < least) return;
   if (found.count == Candidates::kCapacity) {  // those that have been ruled out since make room
     int64_t kept = 0;
     for (int64_t i = 0; i < found.count; ++i)
-      if (found.most[i] >= found.least) found.columns[kept] = found.columns[i], found.most[kept++] = found.most[i];
+      if (found.most[i] >= least) found.columns[kept] = found.columns[i], found.most[kept++] = found.most[i];
     found.count = kept;
   }
   found.full |= found.count == Candidates::kCapacity;
@@ -128,7 +134,7 @@ inline void add_candidate(Candidates& found, int32_t column, float most) {
 
 template <int R>
 void scan_tile(const Screen& s, const uint8_t* digits, const ScreenedRow* rows, int64_t panel, Ahead ahead,
-               Candidates* found) {
+               std::atomic<float>* least, Candidates* found) {
   alignas(64) float sums[R][kPanel];
   const int64_t column = panel * kPanel;
   dot_quads<R>(digits, s.depth, s.digits + column * s.depth, s.start + column, ahead, sums);
@@ -139,24 +145,25 @@ void scan_tile(const Screen& s, const uint8_t* digits, const ScreenedRow* rows, 
       const V value = mul(_mm512_cvtepi32_ps(_mm512_castps_si512(load(sums[r] + kLanes * j))), scale);
       const V reach = fma(splat(rows[r].reach), error, mul(splat(rows[r].slack), norm));
       const V most = add(value, reach);
-      uint32_t beyond = _mm512_cmp_ps_mask(most, splat(found[r].least), _CMP_GE_OQ) & first(s.columns - at);
+      const float seen = least[r].load(std::memory_order_relaxed);
+      uint32_t beyond = _mm512_cmp_ps_mask(most, splat(seen), _CMP_GE_OQ) & first(s.columns - at);
       if (__builtin_expect(beyond == 0, true)) continue;
       if (!rows[r].usable) continue;
-      const V least = between(sub(value, reach), 0, static_cast<int>(std::min<int64_t>(kLanes, s.columns - at)),
-                              splat(-kInfinity));
-      found[r].least = std::max(found[r].least, largest(least));
+      const int columns = static_cast<int>(std::min<int64_t>(kLanes, s.columns - at));
+      const float bound = std::max(seen, largest(between(sub(value, reach), 0, columns, splat(-kInfinity))));
+      raise(least[r], bound);
       alignas(64) float bounds[kLanes];
       store(bounds, most);
       for (; beyond != 0; beyond &= beyond - 1) {
         const int lane = __builtin_ctz(beyond);
-        if (bounds[lane] >= found[r].least) add_candidate(found[r], static_cast<int32_t>(at + lane), bounds[lane]);
+        add_candidate(found[r], static_cast<int32_t>(at + lane), bounds[lane], bound);
       }
     }
   }
 }
 
 void scan(const Screen& s, const uint8_t* digits, const ScreenedRow* rows, int64_t count, int64_t first, int64_t last,
-          Candidates* found) {
+          std::atomic<float>* least, Candidates* found) {
   for (int64_t begin = 0; begin < count; begin += kRowChunk) {
     const int64_t end = std::min(count, begin + kRowChunk);
     // As in `part_of`: each tile fetches its part of the next panel.
@@ -165,7 +172,8 @@ void scan(const Screen& s, const uint8_t* digits, const ScreenedRow* rows, int64
       const char* next = reinterpret_cast<const char*>(s.digits + (panel + 1) * kPanel * s.depth);
       for (int64_t row = begin; row < end; row += kTileRows, next += s.depth / kQuad * stride) {
         const auto tile = [&](auto rows_together) {
-          scan_tile<rows_together.value>(s, digits + row * s.depth, rows + row, panel, {next, stride}, found + row);
+          scan_tile<rows_together.value>(s, digits + row * s.depth, rows + row, panel, {next, stride}, least + row,
+                                         found + row);
         };
         switch (std::min<int64_t>(kTileRows, end - row)) {
           case 6: tile(std::integral_constant<int, 6>()); break;
