@@ -21,7 +21,7 @@ from batonq.worker.registration import Registration
 from batonq.worker.scripts import Scripts
 
 #: Looks in a lease.
-_LOOKS = 16
+_LOOKS = 32
 #: Looks at the processes of this machine, in a lease.
 _ROUNDS = 4
 #: Executions that are picked by chance, once in a lease, to see whether their workers have one.
