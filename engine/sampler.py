@@ -47,7 +47,7 @@ class PlanSampler:
     def sample(self, plan: Plan, logits: Logits) -> Samples:
         """What each row's logits give; a row with unusable logits gets its own error and hurts no other."""
         contexts = [row.context for row in plan.drawn_rows]
-        drawn = self.arithmetic.sample(logits.values[: len(contexts)], self._batch(contexts))
+        drawn = self.arithmetic.sample(logits.values[: len(contexts)], self._batch(contexts)) if contexts else []
         tokens = [_engine_error(token) if isinstance(token, KernelError) else token for token in drawn]
         logprobs = self._logprobs(contexts, tokens, logits.values)
         prompt_logprobs = self._prompt_logprobs(plan, logits.values)
