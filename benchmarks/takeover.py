@@ -33,14 +33,21 @@ from benchmarks.subjects import MODEL
 _T = TypeVar("_T")
 
 
+#: Nothing that is waited for takes so long, unless something is wrong.
+_PATIENCE = 60.0
+
+
 def eventually(condition: Callable[[], _T]) -> _T:
+    deadline = time.monotonic() + _PATIENCE
     while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited for {_PATIENCE:g} s in vain")
         time.sleep(0.002)
     return value
 
 
 class Pair:
-    """A server and two workers; the second is started when the first has taken every job."""
+    """A server and two workers; the second is started when the first has taken every job, which stands still for it."""
 
     def __init__(self, directory: Path, options: list[str]) -> None:
         self.samples = directory / "samples"
@@ -91,10 +98,20 @@ def measure(kind: str, contexts: int, options: list[str]) -> tuple[list[float], 
             for i in range(contexts)
         ]
         ids = producer.submit_many(jobs)
+
+        def all_have(tokens: int) -> bool:
+            return all(pair.connection.strlen(keys.tokens(job_id)) >= tokens * 4 for job_id in ids)
+
         pair.start_worker()
-        eventually(lambda: all(pair.connection.strlen(keys.tokens(job_id)) >= 24 * 4 for job_id in ids))
+        eventually(lambda: all_have(24))
+        victim = pair.engine(0)
+        for pid in (pair.workers[0].pid, victim):
+            os.kill(pid, signal.SIGSTOP)
         pair.start_worker()
-        victim, heir = pair.engine(0), pair.engine(1)
+        for pid in (pair.workers[0].pid, victim):
+            os.kill(pid, signal.SIGCONT)
+        eventually(lambda: all_have(32))
+        heir = pair.engine(1)
         if kind == "machine":
             pair.connection.hdel(keys.worker("w0"), "batonq_process")  # now nobody can look the process up
         killed = time.monotonic()
