@@ -22,7 +22,7 @@ from batonq.engine.errors import EngineError
 from batonq.engine.logprobs import pack, unpack
 from batonq.engine.plan import ContextOutput, Plan, StepOutput
 from batonq.engine.sampling_params import SamplingParams
-from batonq.producer.process import spare_collector
+from batonq.worker.collector import spare_collector
 from batonq.worker.messages import (
     Abort,
     Add,

@@ -20,8 +20,8 @@ import redis
 from redis.exceptions import OutOfMemoryError, ReadOnlyError
 
 from batonq.engine.limits import Limits
-from batonq.producer.process import spare_collector
 from batonq.producer.schema import ErrorInfo
+from batonq.worker.collector import spare_collector
 from batonq.worker.commands import Command, CommandListener
 from batonq.worker.connection import connect
 from batonq.worker.doorbell import Doorbell
