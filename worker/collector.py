@@ -1,4 +1,4 @@
-"""The collector of reference cycles in a worker's two processes; `batonq run` does the same in `producer/process.py`."""
+"""The collector of reference cycles in a worker's processes; `batonq run` does the same in `producer/process.py`."""
 
 from __future__ import annotations
 
