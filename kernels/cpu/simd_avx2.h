@@ -96,12 +96,6 @@ inline __m256 scale(__m256 p, __m256 n) {
   return _mm256_mul_ps(_mm256_mul_ps(p, a), b);
 }
 inline V scale(V p, V n) { return {scale(p.lo, n.lo), scale(p.hi, n.hi)}; }
-inline __m256 where_below(__m256 x, float limit, __m256 below, __m256 otherwise) {
-  return _mm256_blendv_ps(otherwise, below, _mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_LT_OQ));
-}
-inline V where_below(V x, float limit, V below, V otherwise) {
-  return {where_below(x.lo, limit, below.lo, otherwise.lo), where_below(x.hi, limit, below.hi, otherwise.hi)};
-}
 inline __m256 between(__m256 v, int from, int to, __m256 other, int base) {
   const __m256i lane = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(base));
   const __m256i inside = _mm256_and_si256(_mm256_cmpgt_epi32(lane, _mm256_set1_epi32(from - 1)),

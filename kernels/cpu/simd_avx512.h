@@ -79,9 +79,6 @@ inline V max(V a, V b) { return _mm512_max_ps(a, b); }
 inline V nearest(V a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // p · 2ⁿ for whole n.
 inline V scale(V p, V n) { return _mm512_scalef_ps(p, n); }
-inline V where_below(V x, float limit, V below, V otherwise) {
-  return _mm512_mask_mov_ps(otherwise, _mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_LT_OQ), below);
-}
 // Lanes [from, to) of v, `other` elsewhere.
 inline V between(V v, int from, int to, V other) {
   return _mm512_mask_mov_ps(other, static_cast<__mmask16>(first(to) & ~first(from)), v);
