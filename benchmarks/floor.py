@@ -111,13 +111,16 @@ class _Planner:
 
     def sample(self, plan: Plan, logits: None) -> Samples:
         del logits
-        return Samples([0] * len(plan.sampling_rows), [None] * len(plan.sampling_rows))
+        return Samples([0] * len(plan.draws), [None] * len(plan.draws))
 
 
 def workload_floor(
     model: LoadedModel, frontend: Frontend, config: EngineConfig, requests: Sequence[Request], ceilings: Ceilings
 ) -> float:
-    """Seconds for the steps that our scheduler plans for these requests, beginning with an empty prefix cache."""
+    """Seconds for the steps that our scheduler plans for these requests, beginning with an empty prefix cache.
+
+    Every context gets one token a step: what right guesses save may go below this.
+    """
     program = model.program
     spec = ModelSpec(
         model_id=model.name,
@@ -130,6 +133,6 @@ def workload_floor(
         namespace=b"",
     )
     planner = _Planner(program, ceilings)
-    engine = Engine(spec, config, planner, planner, frontend, frontend.vocabulary)
+    engine = Engine(spec, replace(config, num_speculative_tokens=0), planner, planner, frontend, frontend.vocabulary)
     engine.generate([r.prompt_ids for r in requests], [sampling(r) for r in requests])
     return planner.seconds

@@ -158,6 +158,7 @@ def start(
             "models": str(HOME / "models"),
             "max_num_seqs": args.max_num_seqs,
             "max_num_batched_tokens": args.max_num_batched_tokens,
+            "num_speculative_tokens": args.num_speculative_tokens,
         }
         log = stack.enter_context((directory / f"{name}.log").open("w+"))
         subject = stack.enter_context(SubjectProcess(options, log))
@@ -235,6 +236,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--max-num-seqs", type=int, default=defaults.max_num_seqs, help="of batonq")
     parser.add_argument("--max-num-batched-tokens", type=int, default=defaults.max_num_batched_tokens, help="of batonq")
+    parser.add_argument("--num-speculative-tokens", type=int, default=defaults.num_speculative_tokens, help="of batonq")
     return parser.parse_args()
 
 

@@ -1,9 +1,9 @@
 """One subject of `peers.py` in a process of its own, with the interpreter of its environment.
 
 Its only argument is a JSON object: `subject`, `dtype`, `threads`, `models` (the directory of the peers' models), and
-for ours `max_num_seqs` and `max_num_batched_tokens`. It says `{"ready": true}` once it is loaded. Then each line that
-comes in is the path of a workload (`workloads.py`), run with a cold prefix cache; the answer is a line with `tokens`,
-those that were made, and `seconds`. It ends with its input.
+for ours `max_num_seqs`, `max_num_batched_tokens` and `num_speculative_tokens`. It says `{"ready": true}` once it is
+loaded. Then each line that comes in is the path of a workload (`workloads.py`), run with a cold prefix cache; the
+answer is a line with `tokens`, those that were made, and `seconds`. It ends with its input.
 
 Nothing but the standard library is imported before the subject is known, since a peer's environment has none of ours.
 """
@@ -44,7 +44,12 @@ def batonq(options: Options) -> Iterator[Loaded]:
     from benchmarks.subjects import MODEL, sampling  # noqa: PLC0415
     from benchmarks.workloads import from_row  # noqa: PLC0415
 
-    config = EngineConfig(options["max_num_seqs"], options["max_num_batched_tokens"], num_threads=options["threads"])
+    config = EngineConfig(
+        options["max_num_seqs"],
+        options["max_num_batched_tokens"],
+        num_speculative_tokens=options["num_speculative_tokens"],
+        num_threads=options["threads"],
+    )
     engine, _ = load_engine(EngineOptions(MODEL, dtype=options["dtype"], config=config).to_dict())
 
     def run(rows: Rows) -> int:
@@ -62,6 +67,7 @@ def batonq_redis(options: Options) -> Iterator[Loaded]:
 
     names = {"dtype": "dtype", "threads": "num-threads"}
     names |= {"max_num_seqs": "max-num-seqs", "max_num_batched_tokens": "max-num-batched-tokens"}
+    names |= {"num_speculative_tokens": "num-speculative-tokens"}
     with fleet(*(f"--{name}={options[key]}" for key, name in names.items())) as running:
 
         def run(rows: Rows) -> int:

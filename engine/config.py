@@ -19,6 +19,8 @@ class EngineConfig:
     kv_cache_memory_bytes: int = 1 << 30
     #: Longest context; None: what the model was trained for.
     max_model_len: int | None = None
+    #: Tokens guessed for a context in a step, at most (`engine/speculation.py`); 0: none.
+    num_speculative_tokens: int = 8
     #: Threads of the arithmetic; None: one per available core.
     num_threads: int | None = None
 
@@ -27,6 +29,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise EngineError("invalid_configuration", f"{name} must be at least 1, got {value}", name)
+        if self.num_speculative_tokens < 0:
+            raise EngineError(
+                "invalid_configuration",
+                f"num_speculative_tokens must be at least 0, got {self.num_speculative_tokens}",
+                "num_speculative_tokens",
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise EngineError(
                 "invalid_configuration",

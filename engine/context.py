@@ -23,6 +23,7 @@ from batonq.engine.errors import EngineError, IllegalTransition
 from batonq.engine.history import TokenHistory
 from batonq.engine.logprobs import TokenLogprobs
 from batonq.engine.sampling_params import SamplingParams
+from batonq.engine.speculation import PromptLookup
 from batonq.engine.text import TextState
 
 
@@ -104,6 +105,8 @@ class Context:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     #: Tokens that penalties count; None without penalties.
     history: TokenHistory | None = None
+    #: Guesses its next tokens; None if none are to be guessed.
+    lookup: PromptLookup | None = None
     state: ContextState = ContextState.WAITING
     #: Why it ended. Known early for one that was complete when added and lacks only log probabilities of the prompt.
     finish_reason: FinishReason | None = None
@@ -174,6 +177,12 @@ class Context:
         return (*self.input_token_ids[start:], *self.output_token_ids[: stop - split])
 
     @property
+    def draws_are_alike(self) -> bool:
+        """Whether the draws to come differ in logits and position alone, whatever is drawn meanwhile."""
+        params = self.sampling_params
+        return params.draws_forget and len(self.output_token_ids) >= params.min_tokens
+
+    @property
     def num_needed_tokens(self) -> int:
         """Tokens to compute until something comes of it: all that are known, or what the prompt's log probabilities
         need of one whose output is complete."""
@@ -195,6 +204,8 @@ class Context:
             self.logprobs.append(logprobs)
         if self.history is not None:
             self.history.push(token_id)
+        if self.lookup is not None:
+            self.lookup.push(token_id)
         if token_id in params.stop_token_ids or (token_id in eos_token_ids and not params.ignore_eos):
             if params.include_stop_str_in_output:
                 self.text.push(token_id, may_stop=len(self.output_token_ids) >= params.min_tokens)

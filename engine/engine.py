@@ -25,6 +25,7 @@ from batonq.engine.logprobs import TokenLogprobs
 from batonq.engine.plan import ContextOutput, Plan, Samples, StepOutput
 from batonq.engine.sampling_params import SamplingParams
 from batonq.engine.scheduler import Scheduler
+from batonq.engine.speculation import PromptLookup
 from batonq.engine.text import TextState, Vocabulary
 
 Logits = TypeVar("Logits")
@@ -36,8 +37,8 @@ class Runner(Protocol[LogitsOut_co]):
     """Computes a plan."""
 
     def forward(self, plan: Plan) -> LogitsOut_co:
-        """What `plan` asks for: logits of its `drawn_rows`, of every `prompt_logits` of its `prompt_logprobs_rows`, and
-        the largest ones of its `greedy_rows`."""
+        """What `plan` asks for: logits for the draws of its `drawn_rows`, of every `prompt_logits` of its
+        `prompt_logprobs_rows`, and the largest ones for the draws of its `greedy_rows`."""
 
 
 class Sampler(Protocol[LogitsIn_contra]):
@@ -179,6 +180,8 @@ class Engine(Generic[Logits]):
             context.history = TokenHistory(input_token_ids)
         elif params.presence_penalty or params.frequency_penalty:
             context.history = TokenHistory()
+        if self.config.num_speculative_tokens and params.draws_forget:
+            context.lookup = PromptLookup(input_token_ids)
         if params.prompt_logprobs is not None:
             context.prompt_logprobs.append(None)
         context.estimated_memory_bytes = self._estimate_memory(context)

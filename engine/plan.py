@@ -21,8 +21,11 @@ class ScheduledContext:
     #: cache: its last token is computed for the logits, while the block that holds it is shared and stays as it is.
     store_from: int
     block_table: tuple[int, ...]
-    #: Whether `stop` reaches the last known token, so that the next one is sampled.
+    #: Whether the last known token is computed, so that the next one is sampled.
     samples: bool
+    #: Tokens at the end of [start, stop) that are guessed (`engine/speculation.py`). The context draws at its last
+    #: known token and at each of these.
+    draft: tuple[int, ...] = ()
     #: Positions whose logits give the log probability of the prompt's token after each.
     prompt_logits: range = range(0)
 
@@ -30,6 +33,17 @@ class ScheduledContext:
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return self.stop - self.start
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The tokens computed in this step."""
+        known = self.context.tokens(self.start, self.stop - len(self.draft))
+        return (*known, *self.draft) if self.draft else known
+
+    @property
+    def draws(self) -> range:
+        """Positions whose logits a token is sampled from; the token's own position is one more."""
+        return range(self.stop - 1 - len(self.draft), self.stop) if self.samples else range(0)
 
     @property
     def drawn(self) -> bool:
@@ -72,8 +86,13 @@ class Plan:
 
     @property
     def sampling_rows(self) -> tuple[ScheduledContext, ...]:
-        """The rows whose next token is sampled: `drawn_rows`, then `greedy_rows`; samples are in this order."""
+        """The rows whose next tokens are sampled: `drawn_rows`, then `greedy_rows`."""
         return self.drawn_rows + self.greedy_rows
+
+    @property
+    def draws(self) -> tuple[tuple[ScheduledContext, int], ...]:
+        """Each row of `sampling_rows` with each of its `draws`; samples are in this order."""
+        return tuple((row, at) for row in self.sampling_rows for at in row.draws)
 
     @property
     def prompt_logprobs_rows(self) -> tuple[ScheduledContext, ...]:
@@ -85,9 +104,9 @@ class Plan:
 class Samples:
     """What the sampler made of a plan's logits. A row that can't be used has an error, and hurts no other."""
 
-    #: For each of `Plan.sampling_rows`.
+    #: For each of `Plan.draws`.
     tokens: Sequence[int | EngineError] = ()
-    #: For each of `Plan.sampling_rows`; None where they are not asked for.
+    #: For each of `Plan.draws`; None where they are not asked for.
     logprobs: Sequence[TokenLogprobs | None] = ()
     #: For each of `Plan.prompt_logprobs_rows`, in the order of its `prompt_logits`.
     prompt_logprobs: Sequence[Sequence[TokenLogprobs] | EngineError] = ()

@@ -29,13 +29,13 @@ def to_batch(plan: Plan) -> Batch:
     rows = plan.rows
     query_start = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([row.num_tokens for row in rows], out=query_start[1:])
-    lasts = query_start[1:] - 1
-    greedy = [last for last, row in zip(lasts, rows, strict=True) if row.greedy]
+    # Where a row's position 0 would be among the batch's tokens.
+    firsts = [(first - row.start, row) for first, row in zip(query_start.tolist(), rows, strict=False)]
     block_tables = np.zeros((len(rows), max(len(row.block_table) for row in rows)), np.int32)
     for index, row in enumerate(rows):
         block_tables[index, : len(row.block_table)] = row.block_table
     return Batch(
-        token_ids=np.array([token for row in rows for token in row.context.tokens(row.start, row.stop)], np.int32),
+        token_ids=np.array([token for row in rows for token in row.token_ids], np.int32),
         positions=np.array(
             [row.context.position_offset + at for row in rows for at in range(row.start, row.stop)], np.int32
         ),
@@ -44,14 +44,10 @@ def to_batch(plan: Plan) -> Batch:
         store_from=np.array([row.store_from for row in rows], np.int32),
         block_tables=block_tables,
         logits_rows=np.array(
-            [last for last, row in zip(lasts, rows, strict=True) if row.drawn]
-            + [
-                first + at - row.start
-                for first, row in zip(query_start, rows, strict=False)
-                for at in row.prompt_logits
-            ]
-            + greedy,
+            [first + at for first, row in firsts if row.drawn for at in row.draws]
+            + [first + at for first, row in firsts for at in row.prompt_logits]
+            + [first + at for first, row in firsts if row.greedy for at in row.draws],
             np.int32,
         ),
-        num_greedy=len(greedy),
+        num_greedy=sum(len(row.draws) for row in rows if row.greedy),
     )

@@ -15,7 +15,7 @@ from batonq.engine.bad_words import banned_after
 from batonq.engine.context import Context
 from batonq.engine.errors import EngineError
 from batonq.engine.logprobs import LOWEST, TokenLogprobs
-from batonq.engine.plan import Plan, Samples
+from batonq.engine.plan import Plan, Samples, ScheduledContext
 from batonq.kernels.adjustments import Adjustment
 from batonq.kernels.errors import InvalidLogits, KernelError
 from batonq.kernels.logits import Logits
@@ -46,14 +46,16 @@ class PlanSampler:
 
     def sample(self, plan: Plan, logits: Logits) -> Samples:
         """What each row's logits give; a row with unusable logits gets its own error and hurts no other."""
-        contexts = [row.context for row in plan.drawn_rows]
-        drawn = self.arithmetic.sample(logits.values[: len(contexts)], self._batch(contexts)) if contexts else []
+        rows = plan.drawn_rows
+        batch = self._batch(rows)
+        drawn = self.arithmetic.sample(logits.values[: len(batch.seed)], batch) if rows else []
         tokens = [_engine_error(token) if isinstance(token, KernelError) else token for token in drawn]
-        logprobs = self._logprobs(contexts, tokens, logits.values)
-        prompt_logprobs = self._prompt_logprobs(plan, logits.values)
+        logprobs = self._logprobs([row.context for row in rows for _ in row.draws], tokens, logits.values)
+        prompt_logprobs = self._prompt_logprobs(plan, logits.values, len(tokens))
         return Samples(tokens + _greedy(logits), logprobs + [None] * len(logits.largest), prompt_logprobs)
 
-    def _batch(self, contexts: Sequence[Context]) -> SamplingBatch:
+    def _batch(self, rows: Sequence[ScheduledContext]) -> SamplingBatch:
+        contexts = [row.context for row in rows for _ in row.draws]
         params = [context.sampling_params for context in contexts]
         return SamplingBatch(
             temperature=[p.temperature for p in params],
@@ -61,8 +63,8 @@ class PlanSampler:
             top_p=[p.top_p for p in params],
             min_p=[p.min_p for p in params],
             seed=[context.seed for context in contexts],
-            position=[context.position_offset + context.token_count for context in contexts],
-            adjustments=[self._adjustment(context) for context in contexts],
+            position=[row.context.position_offset + at + 1 for row in rows for at in row.draws],
+            adjustments=[adjustment for row in rows for adjustment in [self._adjustment(row.context)] * len(row.draws)],
         )
 
     def _adjustment(self, context: Context) -> Adjustment | None:
@@ -102,9 +104,8 @@ class PlanSampler:
                 results[row] = found
         return results
 
-    def _prompt_logprobs(self, plan: Plan, logits: Values) -> list[list[TokenLogprobs] | EngineError]:
+    def _prompt_logprobs(self, plan: Plan, logits: Values, first: int) -> list[list[TokenLogprobs] | EngineError]:
         results: list[list[TokenLogprobs] | EngineError] = []
-        first = len(plan.drawn_rows)
         for row in plan.prompt_logprobs_rows:
             num_top = row.context.sampling_params.prompt_logprobs
             assert num_top is not None

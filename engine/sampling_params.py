@@ -141,6 +141,17 @@ class SamplingParams(BaseModel):
         )
         return self.greedy and not adjusts and self.logprobs is None
 
+    @property
+    def draws_forget(self) -> bool:
+        """Whether a draw takes no notice of which tokens were drawn before it, and leaves nothing but a token."""
+        remembers = (
+            self.bad_words_token_ids
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+        )
+        return not remembers and self.logprobs is None
+
 
 def _one_logprobs(given: dict[str, Any]) -> dict[str, Any]:
     """OpenAI's two spellings in one: a number, or a flag with the number in `top_logprobs`. False means not at all."""

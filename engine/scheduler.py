@@ -5,6 +5,8 @@ second catch up with the first, under a token budget; a decode is a catch-up of 
 arrival. Admission looks ahead to the peak of blocks; when that forecast was too low, the youngest are preempted: they
 lose their blocks, keep their tokens, and are computed again.
 
+A context that decodes may get guessed tokens on top (`engine/speculation.py`), where there is room for them.
+
 Log probabilities of a prompt need the logits of every position: a context that asks for them takes no blocks from the
 cache until they are complete, and few of them are computed in a step.
 """
@@ -12,8 +14,9 @@ cache until they are complete, and few of them are computed in a step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, zip_longest
 
 from batonq.engine.block_pool import BlockKey, BlockPool
 from batonq.engine.config import EngineConfig
@@ -22,6 +25,7 @@ from batonq.engine.errors import EngineError
 from batonq.engine.forecast import OutputForecast
 from batonq.engine.logprobs import TokenLogprobs
 from batonq.engine.plan import ContextOutput, Plan, Samples, ScheduledContext, StepOutput
+from batonq.engine.speculation import choose_drafts
 
 #: A context preempted this often is admitted only where everybody's `max_tokens` fits, so it is not preempted again.
 MAX_OPTIMISTIC_PREEMPTIONS = 3
@@ -35,6 +39,8 @@ class _Draft:
     """A plan in the making."""
 
     budget: int
+    #: By context id.
+    guesses: Mapping[str, tuple[int, ...]]
     prompt_logits: int = MAX_PROMPT_LOGITS
     rows: list[ScheduledContext] = field(default_factory=list)
     published: list[int] = field(default_factory=list)
@@ -68,7 +74,7 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan the next step: first those that run, then, if nobody lost blocks for it, those that wait."""
         self._decision_id += 1
-        draft = _Draft(self.config.max_num_batched_tokens)
+        draft = _Draft(self.config.max_num_batched_tokens, self._guesses())
         for context in tuple(self.running):
             # A context may have been preempted for an older one earlier in this loop.
             if draft.budget and context.state is ContextState.RUNNING and self._may_run(context):
@@ -84,6 +90,15 @@ class Scheduler:
             tuple(draft.preempted),
             tuple(draft.started),
         )
+
+    def _guesses(self) -> Mapping[str, tuple[int, ...]]:
+        most = self.config.num_speculative_tokens
+        if not most or self.alone:
+            return {}
+        decoding = [context for context in self.running if context.num_computed_tokens == context.token_count - 1]
+        # Each may need a row of logits, and there is memory for one a context.
+        budget = min(max(most, self.config.max_num_seqs), self.config.max_num_batched_tokens - len(self.running))
+        return choose_drafts(decoding, most, budget)
 
     def _may_run(self, context: Context) -> bool:
         return not self.alone or context.context_id in self.alone
@@ -150,12 +165,23 @@ class Scheduler:
             if victim is context:
                 return
         context.block_table += self.pool.allocate(missing)
-        self._publish(context, stop, draft)
+        draft.published += self._publish(context, stop)
         samples = stop == context.token_count
+        guesses = self._with_room(context, stop, draft) if samples else ()
+        stop += len(guesses)
         table = tuple(context.block_table)
-        draft.rows.append(ScheduledContext(context, start, stop, store_from, table, samples, prompt_logits))
+        draft.rows.append(ScheduledContext(context, start, stop, store_from, table, samples, guesses, prompt_logits))
         draft.budget -= stop - start
         draft.prompt_logits -= len(prompt_logits)
+
+    def _with_room(self, context: Context, stop: int, draft: _Draft) -> tuple[int, ...]:
+        """The context's guesses, with blocks for them; none if that takes blocks that others need."""
+        guesses = draft.guesses.get(context.context_id, ())
+        missing = self.pool.blocks_for(stop + len(guesses)) - len(context.block_table)
+        if stop - context.num_computed_tokens + len(guesses) > draft.budget or missing > self.pool.num_available:
+            return ()
+        context.block_table += self.pool.allocate(missing)
+        return guesses
 
     def preempt(self, context: Context) -> None:
         """Take a running context's blocks from it between two steps. It is the first to be admitted again."""
@@ -202,15 +228,17 @@ class Scheduler:
         if context.num_cached_tokens is None:
             context.num_cached_tokens = min(context.num_computed_tokens, len(context.input_token_ids))
 
-    def _publish(self, context: Context, stop: int, draft: _Draft) -> None:
-        """Name the blocks that are full after this step, so that contexts scheduled after this one share them."""
+    def _publish(self, context: Context, stop: int) -> list[int]:
+        """Name the blocks that `stop` known tokens fill, so that contexts scheduled after this one share them."""
+        blocks: list[int] = []
         size = self.pool.block_size
         for index in range(len(context.block_keys), stop // size):
             parent = context.block_keys[-1] if context.block_keys else None
             block = context.block_table[index]
             tokens = context.tokens(index * size, (index + 1) * size)
             context.block_keys.append(self.pool.publish(block, parent, tokens))
-            draft.published.append(block)
+            blocks.append(block)
+        return blocks
 
     def _drop_blocks(self, context: Context) -> None:
         self.pool.release(context.block_table)
@@ -258,13 +286,15 @@ class Scheduler:
     def commit(self, plan: Plan, samples: Samples) -> StepOutput:
         """Take in what a step's logits gave, and end the contexts that are complete."""
         for row in plan.rows:
-            row.context.num_computed_tokens = row.stop
+            row.context.num_computed_tokens = row.stop - len(row.draft)
         outputs: list[ContextOutput] = []
         for row, entries in zip(plan.prompt_logprobs_rows, samples.prompt_logprobs, strict=True):
             outputs += self._accept_prompt_logprobs(row.context, entries)
-        for row, token, logprobs in zip(plan.sampling_rows, samples.tokens, samples.logprobs, strict=True):
+        drawn = zip(samples.tokens, samples.logprobs, strict=True)
+        for row in plan.sampling_rows:
+            of_row = list(islice(drawn, len(row.draws)))
             if not row.context.state.ended:
-                outputs.append(self._accept(row.context, token, logprobs))
+                outputs.append(self._accept(row, of_row))
         return StepOutput(
             plan.decision_id,
             tuple(outputs),
@@ -286,14 +316,37 @@ class Scheduler:
             self._end(context, ContextState.FINISHED, reason)
             yield ContextOutput(context.context_id, (), reason)
 
-    def _accept(self, context: Context, token: int | EngineError, logprobs: TokenLogprobs | None) -> ContextOutput:
-        if isinstance(token, EngineError):
-            return self._fail(context, token)
-        reason = context.accept(token, self._eos_token_ids, logprobs)
+    def _accept(
+        self, row: ScheduledContext, drawn: Sequence[tuple[int | EngineError, TokenLogprobs | None]]
+    ) -> ContextOutput:
+        """Take in what was drawn, up to the first token that the row hadn't guessed."""
+        context = row.context
+        tokens, entries, reason = list[int](), list[TokenLogprobs](), None
+        for (token, logprobs), guess in zip_longest(drawn, row.draft):
+            if isinstance(token, EngineError):
+                if not tokens:
+                    return self._fail(context, token)
+                break  # the next step meets it again
+            reason = context.accept(token, self._eos_token_ids, logprobs)
+            tokens.append(token)
+            if logprobs is not None:
+                entries.append(logprobs)
+            if reason is not None or token != guess:
+                break
+            context.num_computed_tokens += 1
+        if row.draft:
+            self._settle(context)
         if reason is not None:
             self.forecast.observe(len(context.output_token_ids))
             self._end(context, ContextState.FINISHED, reason)
-        return ContextOutput(context.context_id, (token,), reason, new_logprobs=() if logprobs is None else (logprobs,))
+        return ContextOutput(context.context_id, tuple(tokens), reason, new_logprobs=tuple(entries))
+
+    def _settle(self, context: Context) -> None:
+        """Name the blocks that right guesses have filled, and give back those that wrong ones had begun."""
+        self._publish(context, context.num_computed_tokens)
+        held = self.pool.blocks_for(context.num_computed_tokens)
+        self.pool.release(context.block_table[held:])
+        del context.block_table[held:]
 
     def _fail(self, context: Context, error: EngineError) -> ContextOutput:
         context.error = error

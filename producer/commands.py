@@ -70,6 +70,9 @@ def run(
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Of the worker: tokens a step.")] = None,
     kv_cache_memory: Annotated[str | None, typer.Option(help="Of the worker: memory of the KV cache.")] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Of the worker: longest context.")] = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Of the worker: tokens guessed a step; 0: none.")
+    ] = None,
     num_threads: Annotated[int | None, typer.Option(min=1, help="Of the worker: threads.")] = None,
 ) -> None:
     """Run every row of a JSONL file through a model, each exactly once.
@@ -92,6 +95,7 @@ def run(
         "--max-num-batched-tokens": max_num_batched_tokens,
         "--kv-cache-memory": kv_cache_memory,
         "--max-model-len": max_model_len,
+        "--num-speculative-tokens": num_speculative_tokens,
         "--num-threads": num_threads,
     }
     options = RunOptions(

@@ -165,8 +165,10 @@ def prompts_with_shared_beginnings(count: int, longest: int, vocabulary: int) ->
 def engine_for(
     model: str, case: Case, directories: dict[str, Path], seen: dict[tuple[str | int, ...], bytes]
 ) -> TinyEngine:
-    """An engine whose logits are held to what was `seen`."""
+    """An engine whose logits are held to what was `seen`. A crowd of one has no guesses: token by token."""
     crowd = {"max_num_seqs": case.crowd, "num_threads": case.threads}
+    if case.crowd == 1:
+        crowd["num_speculative_tokens"] = 0
     if model == SMOLLM2:
         config = EngineConfig(kv_cache_memory_bytes=1 << 28, max_num_batched_tokens=170, **crowd)
         engine, _ = load_engine(EngineOptions(model, dtype=case.dtype, config=config).to_dict())

@@ -1,7 +1,7 @@
 """Random lives of an engine: adds, aborts and steps in any order, over pools from roomy to far too small.
 
 After each step the page tables, the pool and the states are validated; every output must equal what the model gives to
-that prompt alone, so neighbours, chunks, shared blocks and preemption change nothing.
+that prompt alone, so neighbours, chunks, shared blocks, guesses and preemption change nothing.
 """
 
 from __future__ import annotations
@@ -54,9 +54,27 @@ class EngineLife(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         extra_budget=st.integers(0, 12),
         max_model_len=st.integers(8, 64),
+        order=st.sampled_from([0, 1, 2]),
+        num_speculative_tokens=st.sampled_from([0, 1, 3, 8, 8]),
     )
-    def start(self, num_blocks: int, max_num_seqs: int, extra_budget: int, max_model_len: int) -> None:
-        self.engine = null_engine.build(num_blocks, max_model_len, max_num_seqs, max_num_seqs + extra_budget)
+    def start(
+        self,
+        num_blocks: int,
+        max_num_seqs: int,
+        extra_budget: int,
+        max_model_len: int,
+        order: int,
+        num_speculative_tokens: int,
+    ) -> None:
+        self.engine = null_engine.build(
+            num_blocks,
+            max_model_len,
+            max_num_seqs,
+            max_num_seqs + extra_budget,
+            order=order,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+        self.order = order
         self.expected: dict[str, Expected] = {}
         self.ended: dict[str, Expected] = {}
         self.count = 0
@@ -111,7 +129,7 @@ class EngineLife(RuleBasedStateMachine):
         expected = self.expected.pop(name)
         context = expected.context
         generation = self.engine.forget(name)
-        whole = alone(expected.prompt, context.sampling_params)
+        whole = alone(expected.prompt, context.sampling_params, self.order)
         assert generation.token_ids == expected.seen
         if expected.aborted:
             assert generation.finish_reason is FinishReason.ABORT

@@ -70,6 +70,14 @@ def worker(
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest context in tokens. Default: what the model was trained for.")
     ] = None,
+    num_speculative_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Tokens that a step may guess for a context from what it repeats, so that several come at once; the "
+            "output is the same. 0: none.",
+        ),
+    ] = _DEFAULTS.num_speculative_tokens,
     num_threads: Annotated[
         int | None, typer.Option(envvar="BATONQ_NUM_THREADS", help="Threads of the arithmetic. Default: all cores.")
     ] = None,
@@ -104,7 +112,9 @@ def worker(
     """
     set_up_logging(log_level)
     try:
-        config = EngineConfig(max_num_seqs, max_num_batched_tokens, kv_cache_memory, max_model_len, num_threads)
+        config = EngineConfig(
+            max_num_seqs, max_num_batched_tokens, kv_cache_memory, max_model_len, num_speculative_tokens, num_threads
+        )
         name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         timing = Timing(commit_interval, lease, step_timeout, exact_grace)
         where = redis_url, name, queue or []

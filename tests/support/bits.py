@@ -9,9 +9,8 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from batonq.engine.context import Context
 from batonq.engine.engine import Runner
-from batonq.engine.plan import Plan
+from batonq.engine.plan import Plan, ScheduledContext
 from batonq.kernels.cpu_backend import CpuBackend
 from batonq.kernels.logits import Logits
 from tests.support.batches import Piece, blocks_of, make_batch
@@ -97,16 +96,16 @@ class SameBits:
     def forward(self, plan: Plan) -> Logits:
         """Computes, compares and remembers."""
         logits = self._runner.forward(plan)
-        whole = [(row.context, row.stop) for row in plan.drawn_rows]
-        whole += [(row.context, at + 1) for row in plan.prompt_logprobs_rows for at in row.prompt_logits]
-        greedy = [(row.context, row.stop) for row in plan.greedy_rows]
+        whole = [(row, at) for row in plan.drawn_rows for at in row.draws]
+        whole += [(row, at) for row in plan.prompt_logprobs_rows for at in row.prompt_logits]
+        greedy = [(row, at) for row in plan.greedy_rows for at in row.draws]
         largest = [i.tobytes() + x.tobytes() for i, x in zip(logits.largest_ids, logits.largest, strict=True)]
         self._compare("whole", whole, bits(logits.values))
         self._compare("largest", greedy, largest)
         return logits
 
-    def _compare(self, kind: str, ends: Sequence[tuple[Context, int]], bits_of_ends: Sequence[bytes]) -> None:
-        for (context, end), found in zip(ends, bits_of_ends, strict=True):
-            prefix = (kind, *context.tokens(0, end))
-            self.compared += prefix in self._seen
-            assert self._seen.setdefault(prefix, found) == found, (context.context_id, end, kind)
+    def _compare(self, kind: str, at: Sequence[tuple[ScheduledContext, int]], bits_there: Sequence[bytes]) -> None:
+        for (row, position), found in zip(at, bits_there, strict=True):
+            tokens = (*row.context.tokens(0, row.start), *row.token_ids)[: position + 1]
+            self.compared += (kind, *tokens) in self._seen
+            assert self._seen.setdefault((kind, *tokens), found) == found, (row.context.context_id, position, kind)

@@ -29,13 +29,16 @@ BLOCK_SIZE = 4
 Digests = list[bytes]
 
 
-def next_token(tokens: Sequence[int], params: SamplingParams, output_length: int) -> int:
-    """The token that the null model draws after `tokens`; EOS one time in 32, unless it is banned."""
+def next_token(tokens: Sequence[int], params: SamplingParams, output_length: int, order: int = 0) -> int:
+    """The token that the null model draws after `tokens`; EOS one time in 32, unless it is banned.
+
+    With an `order` only so many tokens before it decide, there are seven, and it soon repeats itself.
+    """
     seed = 0 if params.greedy else params.seed
-    digest = hashlib.blake2b(array("I", tokens).tobytes() + str(seed).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(array("I", tokens[-order:]).tobytes() + str(seed).encode(), digest_size=8).digest()
     if digest[0] < 8 and output_length >= params.min_tokens:
         return EOS
-    return 1 + digest[1] % (VOCAB_SIZE - 1)
+    return 1 + digest[1] % (7 if order else VOCAB_SIZE - 1)
 
 
 #: A prompt that begins with this kills the process that computes it.
@@ -58,9 +61,10 @@ class NullRunner:
         self._store(plan)
         read = {id(row): self._read(row.block_table, row.stop) for row in plan.rows}
         for row in plan.rows:
-            assert read[id(row)] == list(row.context.tokens(0, row.stop)), f"{row.context.context_id}: wrong KV"
+            known = [*row.context.tokens(0, row.stop - len(row.draft)), *row.draft]
+            assert read[id(row)] == known, f"{row.context.context_id}: wrong KV"
         wanted = [(row, at) for row in plan.prompt_logprobs_rows for at in row.prompt_logits]
-        return [read[id(row)] for row in plan.sampling_rows] + [read[id(row)][: at + 1] for row, at in wanted]
+        return [read[id(row)][: at + 1] for row, at in (*plan.draws, *wanted)]
 
     def _store(self, plan: Plan) -> None:
         written = set[tuple[int, int]]()
@@ -72,7 +76,7 @@ class NullRunner:
                 assert (block, slot) not in written, f"block {block} is written by two contexts in one step"
                 assert block in plan.published or not self.pool.is_published(block), f"block {block} is written again"
                 written.add((block, slot))
-                self.memory[block][slot] = row.context.token_at(at)
+                self.memory[block][slot] = row.token_ids[at - row.start]
 
     def _read(self, table: Sequence[int], stop: int) -> list[int]:
         return [self.memory[table[at // BLOCK_SIZE]][at % BLOCK_SIZE] for at in range(stop)]
@@ -85,11 +89,14 @@ def logprobs_of(tokens: Sequence[int], token: int, num_top: int) -> TokenLogprob
 
 
 class NullSampler:
+    def __init__(self, order: int = 0) -> None:
+        self._order = order
+
     def sample(self, plan: Plan, logits: list[list[int]]) -> Samples:
         drawn, logprobs = list[int | EngineError](), list[TokenLogprobs | None]()
-        for row, tokens in zip(plan.sampling_rows, logits, strict=False):
+        for (row, at), tokens in zip(plan.draws, logits, strict=False):
             params = row.context.sampling_params
-            token = next_token(tokens, params, len(row.context.output_token_ids))
+            token = next_token(tokens, params, at + 1 - len(row.context.input_token_ids), self._order)
             drawn.append(token)
             logprobs.append(None if params.logprobs is None else logprobs_of(tokens, token, params.logprobs))
         rest, prompts = iter(logits[len(drawn) :]), list[list[TokenLogprobs]]()
@@ -114,8 +121,10 @@ def build(
     step_seconds: float = 0.0,
     numerics_id: str = "null",
     weights_id: str = "",
+    order: int = 0,
+    num_speculative_tokens: int = 8,
 ) -> Engine[list[list[int]]]:
-    """A null engine: one byte a token, EOS is 0, blocks of 4 tokens."""
+    """A null engine: one byte a token, EOS is 0, blocks of 4 tokens; `order` as in `next_token`."""
     spec = ModelSpec(
         model_id="null",
         max_model_len=max_model_len,
@@ -128,10 +137,13 @@ def build(
         weights_id=weights_id,
     )
     config = EngineConfig(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_memory_bytes=num_blocks
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_memory_bytes=num_blocks,
+        num_speculative_tokens=num_speculative_tokens,
     )
     vocabulary = Vocabulary([bytes([value]) for value in range(VOCAB_SIZE)], frozenset({EOS}))
     runner = NullRunner(num_blocks, step_seconds)
-    engine = Engine(spec, config, runner, NullSampler(), ByteEncoder(), vocabulary)
+    engine = Engine(spec, config, runner, NullSampler(order), ByteEncoder(), vocabulary)
     runner.pool = engine.pool
     return engine

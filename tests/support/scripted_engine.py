@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from batonq.engine.config import EngineConfig
 from batonq.engine.engine import Engine, ModelSpec
+from batonq.engine.errors import EngineError
 from batonq.engine.logprobs import TokenLogprobs
 from batonq.engine.plan import Plan, Samples
 from batonq.engine.text import Vocabulary
@@ -20,7 +21,7 @@ class ScriptedRunner:
         self.most_logits = 0
 
     def forward(self, plan: Plan) -> None:
-        wanted = len(plan.sampling_rows) + sum(len(row.prompt_logits) for row in plan.prompt_logprobs_rows)
+        wanted = len(plan.draws) + sum(len(row.prompt_logits) for row in plan.prompt_logprobs_rows)
         self.most_logits = max(self.most_logits, wanted)
 
 
@@ -31,10 +32,14 @@ class ScriptedSampler:
         self.scripts = scripts
 
     def sample(self, plan: Plan, logits: None) -> Samples:
-        contexts = [row.context for row in plan.sampling_rows]
+        drawn: list[int | EngineError] = []
+        for row, at in plan.draws:
+            script = self.scripts[row.context.context_id]
+            # Behind a script's end nothing is ever taken.
+            drawn.append(script[min(at + 1 - len(row.context.input_token_ids), len(script) - 1)])
         return Samples(
-            [self.scripts[context.context_id][len(context.output_token_ids)] for context in contexts],
-            [None] * len(contexts),
+            drawn,
+            [None] * len(drawn),
             [
                 [TokenLogprobs(row.context.token_at(at + 1), -(at + 1.0), 1, ()) for at in row.prompt_logits]
                 for row in plan.prompt_logprobs_rows
