@@ -1,7 +1,9 @@
 // Runs a model's program (`kernels/program.py`) for one ragged batch: the whole step in one call.
 //
-// All members of the team go through the list of ops together; each does its share of an op, and a barrier ends it.
-// Which member does what never changes a bit (see kernels.h).
+// All members of the team go through the list of ops together. With few rows each does its share of the columns of an op,
+// and a barrier ends it. With many each takes rows of its own from op to op, which then stay in its core's caches, and
+// waits for the others only around attention and where the rows of logits begin. Which member does what never changes a
+// bit (see kernels.h).
 
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -21,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "division.h"
 #include "kernels.h"
 #include "sanitizers.h"
 #include "team.h"
@@ -174,9 +177,11 @@ float as_float(int32_t word) {
 }  // namespace
 
 class Interpreter {
+  using Clock = std::chrono::steady_clock;
+
  public:
   Interpreter(Team& team, const Kernels& kernels, const int32_t* words, int64_t count)
-      : kernels_(kernels), team_(team) {
+      : kernels_(kernels), team_(team), division_(team.size()), errands_(team.size()) {
     const int32_t* at = words;
     kv_heads_ = at[0], head_dim_ = at[1], layers_ = at[2], dtype_ = static_cast<DType>(at[3]), output_ = at[4];
     vocabulary_ = at[5];
@@ -190,7 +195,7 @@ class Interpreter {
     for (size_t i = 0; i < ops_.size(); ++i)
       if (ops_[i][0] == kAttention) add_attention(i);
     next_ = std::vector<std::atomic<int64_t>>(ops_.size());
-    errands_.resize(team.size());
+    taken_ = std::vector<Counter>(attentions_.size() * team.size());
   }
 
   void allocate_cache(int64_t blocks) {
@@ -240,14 +245,16 @@ class Interpreter {
     for (int64_t l = 0; l < batch.logits; ++l) logits_positions_[l] = batch.positions[batch.logits_rows[l]];
     for (Reading& reading : readings_) plan(reading);
     for (auto& next : next_) next = 0;
+    for (Counter& taken : taken_) taken.value = 0;
     make_room_for_screening();
+    by_rows_ = batch.tokens >= kRowsEach * team_.size();
+    division_.begin(batch.tokens, by_rows_);
     team_.run([&](int rank) {
-      Clock::time_point begin;
-      if (profiling_) begin = Clock::now();
+      Clock::time_point begin = Clock::now(), apart = begin;
       send(rank, 0);
       for (size_t i = 0; i < ops_.size(); ++i) {
         step(i, rank);
-        team_.barrier();
+        meet(i, rank, apart);
         if (profiling_ && rank == 0) {
           const Clock::time_point end = Clock::now();
           seconds_[i] += std::chrono::duration<double>(end - std::exchange(begin, end)).count();
@@ -273,9 +280,36 @@ class Interpreter {
 
   const float* floats(int index) const { return static_cast<const float*>(weights_[index].data); }
 
-  struct Share {
-    int64_t begin, end;
-  };
+  // Waits for the others, if the next op needs anything of theirs. `apart` is since when members have gone alone.
+  void meet(size_t index, int rank, Clock::time_point& apart) {
+    if (!by_rows_) return team_.barrier();
+    const bool in_rows = takes_own_rows(index);
+    if (in_rows && leaves_own_rows(index) && index + 1 < ops_.size() && takes_own_rows(index + 1)) return;
+    if (in_rows) division_.note(rank, std::chrono::duration<double>(Clock::now() - apart).count());
+    team_.barrier([&] { division_.learn(); });
+    apart = Clock::now();
+  }
+
+  // Whether a member needs nothing for an op but the rows of tokens that are its own.
+  bool takes_own_rows(size_t index) const {
+    const int32_t* op = ops_[index].data();
+    switch (op[0]) {
+      case kEmbed:
+      case kRopeStore: return true;
+      case kRmsNorm:
+      case kHeadNorm:
+      case kLinear:
+      case kLinearAdd:
+      case kLinearActivationMul:
+      case kActivationMul:
+      case kAdd: return !buffers_[op[1]].logits_rows;
+      default: return false;
+    }
+  }
+
+  // Whether it makes nothing else: keys and values are everybody's.
+  bool leaves_own_rows(size_t index) const { return ops_[index][0] != kRopeStore; }
+
   Share share(int64_t count, int rank) const {
     return {count * rank / team_.size(), count * (rank + 1) / team_.size()};
   }
@@ -298,12 +332,18 @@ class Interpreter {
     }
   }
 
+  // A member's rows of a buffer.
+  Share own_rows(bool of_logits, int rank) const {
+    return of_logits ? share(batch_->logits, rank) : division_.rows(rank);
+  }
+  Share own_rows(int buffer, int rank) const { return own_rows(buffers_[buffer].logits_rows, rank); }
+
   int64_t rows_of(int buffer) const { return buffers_[buffer].logits_rows ? batch_->logits : batch_->tokens; }
 
   void embed(const int32_t* op, int rank) {
     const Weight& weight = weights_[op[1]];
     const Matrix out = matrix(op[2]);
-    const Share rows = share(batch_->tokens, rank);
+    const Share rows = division_.rows(rank);
     for (int64_t t = rows.begin; t < rows.end; ++t) {
       const int64_t id = batch_->token_ids[t], panel = id / kPanel, lane = id % kPanel;
       if (dtype_ == DType::kBFloat16) {
@@ -318,7 +358,7 @@ class Interpreter {
 
   void rms_norm(const int32_t* op, int rank) {
     const Matrix x = matrix(op[1]), out = matrix(op[3]);
-    const Share rows = share(rows_of(op[1]), rank);
+    const Share rows = own_rows(op[1], rank);
     for (int64_t t = rows.begin; t < rows.end; ++t)
       rows_for(x).rms_norm(at(x, t, 0), floats(op[2]), at(out, t, 0), buffers_[op[1]].width, as_float(op[4]));
   }
@@ -331,7 +371,7 @@ class Interpreter {
 
   void head_norm(const int32_t* op, int rank) {
     const Matrix qkv = matrix(op[1]);
-    const Share rows = share(batch_->tokens, rank);
+    const Share rows = division_.rows(rank);
     for (int64_t t = rows.begin; t < rows.end; ++t)
       for (int h = op[3]; h < op[3] + op[4]; ++h) {
         char* head = at(qkv, t, static_cast<int64_t>(h) * head_dim_);
@@ -342,18 +382,22 @@ class Interpreter {
   void linear(Into into, const int32_t* op, int rank, std::atomic<int64_t>& next) {
     const int64_t rows = rows_of(op[1]);
     const Weight& weight = weights_[op[2]];
-    product({matrix(op[1]), matrix(op[4]), weight.data, op[3] < 0 ? nullptr : floats(op[3]), weight.depth,
-             buffers_[op[4]].width, into, rows < kErrandRows ? nullptr : &errands_[rank]},
-            0, rows, rank, next);
+    const Product p{matrix(op[1]), matrix(op[4]), weight.data, op[3] < 0 ? nullptr : floats(op[3]), weight.depth,
+                    buffers_[op[4]].width, into, rows < kErrandRows ? nullptr : &errands_[rank]};
+    if (!by_rows_ || buffers_[op[1]].logits_rows) return product(p, 0, rows, rank, next);
+    const Share own = division_.rows(rank);
+    kernels_.product(p, 0, packed_columns(p), own.begin, own.end);
+  }
+
+  static int64_t packed_columns(const Product& p) {
+    return p.into == Into::kGate ? round_up(p.columns, kGated) / kGated * kPanel : p.columns;
   }
 
   // Rows [begin, end) of a product. Most columns are dealt out beforehand; the rest go to whoever is free, since no core
   // is as fast as another all the time, and a barrier waits for the last.
   void product(const Product& p, int64_t begin, int64_t end, int rank, std::atomic<int64_t>& next) {
     if (begin >= end) return;
-    const bool gated = p.into == Into::kGate;
-    const int64_t columns = gated ? round_up(p.columns, kGated) / kGated * kPanel : p.columns;
-    const int64_t grain = gated ? kPanel : kColumnGrain;
+    const int64_t columns = packed_columns(p), grain = p.into == Into::kGate ? kPanel : kColumnGrain;
     deal(round_up(columns, grain) / grain, rank, next, [&](int64_t first, int64_t last) {
       kernels_.product(p, first * grain, std::min(columns, last * grain), begin, end);
     });
@@ -473,7 +517,7 @@ class Interpreter {
   void rope_store(const int32_t* op, int rank) {
     const Matrix qkv = matrix(op[1]);
     const int layer = op[4], q_heads = op[5], half = head_dim_ / 2;
-    const Share rows = share(batch_->tokens, rank);
+    const Share rows = division_.rows(rank);
     for (int64_t t = rows.begin; t < rows.end; ++t) {
       const int64_t position = batch_->positions[t];
       if (t + 1 < rows.end) fetch_slot(layer, t + 1);
@@ -541,7 +585,8 @@ class Interpreter {
     bool logits_rows;
     int window;
     std::vector<Job> jobs;
-    std::vector<int64_t> blocks;  // those that are read, in the order of the jobs: where they begin in a layer
+    std::vector<int64_t> blocks;   // those that are read, in the order of the jobs: where they begin in a layer
+    std::vector<int64_t> readers;  // a row that reads each; so a sequence's blocks are shared by those who do its rows
   };
 
   // An attention op: which one of the program, and what it reads.
@@ -555,7 +600,7 @@ class Interpreter {
     const auto same = [&](const Reading& r) { return r.logits_rows == logits_rows && r.window == op[6]; };
     const auto found = std::find_if(readings_.begin(), readings_.end(), same);
     attentions_.push_back({index, static_cast<size_t>(found - readings_.begin())});
-    if (found == readings_.end()) readings_.push_back({logits_rows, op[6], {}, {}});
+    if (found == readings_.end()) readings_.push_back({logits_rows, op[6], {}, {}, {}});
     group_ = std::max(group_, op[4] / kv_heads_);
   }
 
@@ -564,6 +609,7 @@ class Interpreter {
   void plan(Reading& reading) const {
     reading.jobs.clear();
     reading.blocks.clear();
+    reading.readers.clear();
     const int64_t sequences = reading.logits_rows ? batch_->logits : batch_->sequences;
     const bool together = sequences >= 4 * team_.size() && group_ <= kTileRows && group_ * kv_heads_ <= kMaxRows;
     for (int64_t i = 0; i < sequences; ++i) {
@@ -587,24 +633,36 @@ class Interpreter {
     }
     if (begin == end) return;
     const int64_t seen_from = reading.window > 0 ? std::max(0, positions[begin] + 1 - reading.window) : 0;
-    const int64_t limit = kErrandBytes / (2 * block_bytes_);
-    for (int64_t b = seen_from / kBlock; b <= positions[end - 1] / kBlock; ++b) {
-      if (static_cast<int64_t>(reading.blocks.size()) >= limit) return;
-      reading.blocks.push_back(batch_->block_tables[sequence * batch_->table_width + b] * block_bytes_);
+    const int64_t first = seen_from / kBlock, count = positions[end - 1] / kBlock + 1 - first;
+    for (int64_t b = 0; b < count; ++b) {
+      reading.blocks.push_back(batch_->block_tables[sequence * batch_->table_width + first + b] * block_bytes_);
+      reading.readers.push_back(begin + (end - begin) * b / count);
     }
   }
 
-  // Gives a member the errand for the program's n-th attention, or none if there is no such.
+  // Gives a member the errand for the program's n-th attention, or none if there is no such: the blocks that its own rows
+  // read, since a core that is far from the others finds in its last cache only what it has asked for itself.
   void send(int rank, size_t n) {
     errands_[rank] = {};
     if (n >= attentions_.size()) return;
-    const std::vector<int64_t>& blocks = readings_[attentions_[n].reading].blocks;
-    const int64_t layer = ops_[attentions_[n].op][3] * layer_bytes_, pieces = 2 * blocks.size();
-    errands_[rank] = {keys_.data() + layer, values_.data() + layer, blocks.data(), rank, pieces, team_.size(),
-                      block_bytes_, 0};
+    const Reading& reading = readings_[attentions_[n].reading];
+    const Share rows = own_rows(reading.logits_rows, rank);
+    const auto begin = reading.readers.begin(), first = std::lower_bound(begin, reading.readers.end(), rows.begin);
+    const int64_t count = std::lower_bound(first, reading.readers.end(), rows.end) - first;
+    const int64_t layer = ops_[attentions_[n].op][3] * layer_bytes_, limit = kErrandBytes / team_.size() / block_bytes_;
+    errands_[rank] = {keys_.data() + layer, values_.data() + layer, reading.blocks.data() + (first - begin),
+                      0, std::min(limit, 2 * count), block_bytes_, 0};
   }
 
-  // Whoever is free takes the next job: who does it changes nothing.
+  // The jobs that begin in a member's rows.
+  Share own_jobs(const Reading& reading, int rank) const {
+    const Share rows = own_rows(reading.logits_rows, rank);
+    const auto before = [](const Job& job, int64_t row) { return job.first < row; };
+    const auto begin = reading.jobs.begin(), first = std::lower_bound(begin, reading.jobs.end(), rows.begin, before);
+    return {first - begin, std::lower_bound(first, reading.jobs.end(), rows.end, before) - begin};
+  }
+
+  // Each does the jobs of its own rows, and then what others have left: who does it changes nothing.
   void attention(size_t index, int rank) {
     const int32_t* op = ops_[index].data();
     const auto self = std::find_if(attentions_.begin(), attentions_.end(), [&](auto& a) { return a.op == index; });
@@ -617,29 +675,32 @@ class Interpreter {
     job.positions = reading.logits_rows ? logits_positions_.data() : batch_->positions;
     job.q_heads = op[4], job.kv_heads = kv_heads_, job.head_dim = head_dim_;
     job.scale = as_float(op[5]), job.window = op[6];
-    std::atomic<int64_t>& next_job = next_[index];
-    const int64_t count = reading.jobs.size();
-    for (int64_t j = next_job++; j < count; j = next_job++) {
-      const Job &now = reading.jobs[j], &next = reading.jobs[std::min(j + team_.size(), count - 1)];
-      job.first = now.first, job.count = now.count;
-      job.kv_head = now.head, job.heads = now.heads;
-      job.block_table = batch_->block_tables + now.sequence * batch_->table_width;
-      job.ahead = keys_.data() + offset_of(layer, next.sequence, 0, next.head);
-      rows_for(job.qkv).attend(job);
+    Counter* const taken = taken_.data() + (self - attentions_.begin()) * team_.size();
+    for (int i = 0; i < team_.size(); ++i) {
+      const int owner = (rank + i) % team_.size();
+      const Share jobs = own_jobs(reading, owner);
+      for (int64_t j = jobs.begin + taken[owner].value++; j < jobs.end; j = jobs.begin + taken[owner].value++) {
+        const Job &now = reading.jobs[j], &next = reading.jobs[std::min(j + 1, jobs.end - 1)];
+        job.first = now.first, job.count = now.count;
+        job.kv_head = now.head, job.heads = now.heads;
+        job.block_table = batch_->block_tables + now.sequence * batch_->table_width;
+        job.ahead = keys_.data() + offset_of(layer, next.sequence, 0, next.head);
+        rows_for(job.qkv).attend(job);
+      }
     }
   }
 
   void activation_mul(const int32_t* op, int rank) {
     const Matrix x = matrix(op[1]), out = matrix(op[2]);
     const int64_t width = buffers_[op[2]].width;
-    const Share rows = share(rows_of(op[1]), rank);
+    const Share rows = own_rows(op[1], rank);
     for (int64_t t = rows.begin; t < rows.end; ++t)
       rows_for(x).silu_mul(at(x, t, 0), at(x, t, width), at(out, t, 0), width);
   }
 
   void add(const int32_t* op, int rank) {
     const Matrix x = matrix(op[1]), y = matrix(op[2]), out = matrix(op[3]);
-    const Share rows = share(rows_of(op[1]), rank);
+    const Share rows = own_rows(op[1], rank);
     for (int64_t t = rows.begin; t < rows.end; ++t)
       rows_for(x).add(at(x, t, 0), at(y, t, 0), at(out, t, 0), buffers_[op[1]].width);
   }
@@ -651,8 +712,13 @@ class Interpreter {
       std::memcpy(at(out, l, 0), at(x, batch_->logits_rows[l], 0), buffers_[op[2]].width * item_size(x.dtype));
   }
 
-  using Clock = std::chrono::steady_clock;
+  struct alignas(64) Counter {
+    std::atomic<int64_t> value{0};
+  };
+
   static constexpr int64_t kTileTokens = 16;
+  // With fewer rows for each member, the weights are the more to read, and each reads a part of them.
+  static constexpr int64_t kRowsEach = 24;
   // Products of fewer rows need the memory for their own weights.
   static constexpr int64_t kErrandRows = 24;
   // What a last cache surely keeps from one attention to the next, beside the weights that pass through.
@@ -674,8 +740,11 @@ class Interpreter {
   std::vector<int32_t> logits_positions_;
   std::vector<Reading> readings_;
   std::vector<Attention> attentions_;
-  std::vector<Errand> errands_;                // of each member
+  bool by_rows_ = false;
+  Division division_;  // of the tokens' rows
+  std::vector<Errand> errands_;             // of each member
   std::vector<std::atomic<int64_t>> next_;  // of each op, what nobody has taken yet
+  std::vector<Counter> taken_;              // of each attention and member, its jobs that somebody has taken
   Screen screen_{};
   std::vector<uint8_t> digits_;        // of each row
   std::vector<ScreenedRow> screened_;  // each row

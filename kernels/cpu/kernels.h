@@ -42,7 +42,7 @@ struct Matrix {
 struct alignas(64) Errand {
   const char *keys, *values;    // of a layer
   const int64_t* blocks;        // where blocks begin in it, in bytes
-  int64_t piece, pieces, step;  // a piece is a block's keys (even) or its values; this member takes each step-th
+  int64_t piece, pieces;        // a piece is a block's keys (even) or its values
   int64_t size, done;           // bytes of a piece, and how many of the present one have been asked for
 
   // Address of up to `bytes` that come next, which become exactly as many; null when there are none.
@@ -51,7 +51,7 @@ struct alignas(64) Errand {
     const char* at = (piece % 2 == 0 ? keys : values) + blocks[piece / 2] + done;
     bytes = bytes < size - done ? bytes : size - done;
     done += bytes;
-    if (done == size) piece += step, done = 0;
+    if (done == size) ++piece, done = 0;
     return at;
   }
 };

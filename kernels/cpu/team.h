@@ -80,8 +80,15 @@ class Team {
 
   // Returns when every member has called it.
   void barrier() {
+    barrier([] {});
+  }
+
+  // Likewise; the last to arrive calls `between` before anybody goes on.
+  template <typename Between>
+  void barrier(const Between& between) {
     const uint32_t generation = released_.value();
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      between();
       arrived_.store(0, std::memory_order_relaxed);
       released_.advance();
     } else {
