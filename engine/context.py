@@ -177,12 +177,6 @@ class Context:
         return (*self.input_token_ids[start:], *self.output_token_ids[: stop - split])
 
     @property
-    def draws_are_alike(self) -> bool:
-        """Whether the draws to come differ in logits and position alone, whatever is drawn meanwhile."""
-        params = self.sampling_params
-        return params.draws_forget and len(self.output_token_ids) >= params.min_tokens
-
-    @property
     def num_needed_tokens(self) -> int:
         """Tokens to compute until something comes of it: all that are known, or what the prompt's log probabilities
         need of one whose output is complete."""

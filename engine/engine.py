@@ -158,6 +158,8 @@ class Engine(Generic[Logits]):
             if reason is not None:
                 raise InvalidOutputs(context_id, "tokens follow its end")
             reason = context.accept(token, self.spec.eos_token_ids, logprobs)
+        if self.config.num_speculative_tokens and not params.depends_on_output and params.logprobs is None:
+            context.lookup = PromptLookup((*input_token_ids, *output_token_ids))
         self.contexts[context_id] = context
         context.finish_reason = reason
         if reason is None or context.num_missing_prompt_logprobs:
@@ -180,8 +182,6 @@ class Engine(Generic[Logits]):
             context.history = TokenHistory(input_token_ids)
         elif params.presence_penalty or params.frequency_penalty:
             context.history = TokenHistory()
-        if self.config.num_speculative_tokens and params.draws_forget:
-            context.lookup = PromptLookup(input_token_ids)
         if params.prompt_logprobs is not None:
             context.prompt_logprobs.append(None)
         context.estimated_memory_bytes = self._estimate_memory(context)

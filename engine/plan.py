@@ -25,7 +25,7 @@ class ScheduledContext:
     samples: bool
     #: Tokens at the end of [start, stop) that are guessed (`engine/speculation.py`). The context draws at its last
     #: known token and at each of these.
-    draft: tuple[int, ...] = ()
+    guesses: tuple[int, ...] = ()
     #: Positions whose logits give the log probability of the prompt's token after each.
     prompt_logits: range = range(0)
 
@@ -37,13 +37,13 @@ class ScheduledContext:
     @property
     def token_ids(self) -> Sequence[int]:
         """The tokens computed in this step."""
-        known = self.context.tokens(self.start, self.stop - len(self.draft))
-        return (*known, *self.draft) if self.draft else known
+        known = self.context.tokens(self.start, self.stop - len(self.guesses))
+        return (*known, *self.guesses) if self.guesses else known
 
     @property
     def draws(self) -> range:
         """Positions whose logits a token is sampled from; the token's own position is one more."""
-        return range(self.stop - 1 - len(self.draft), self.stop) if self.samples else range(0)
+        return range(self.stop - 1 - len(self.guesses), self.stop) if self.samples else range(0)
 
     @property
     def drawn(self) -> bool:

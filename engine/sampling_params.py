@@ -130,27 +130,18 @@ class SamplingParams(BaseModel):
     @property
     def needs_only_largest(self) -> bool:
         """Whether the largest logit, as the model gives it, decides and no other is looked at."""
-        adjusts = (
-            self.allowed_token_ids is not None
-            or self.bad_words_token_ids
-            or self.logit_bias
-            or self.min_tokens
-            or self.repetition_penalty != 1.0
-            or self.presence_penalty
-            or self.frequency_penalty
-        )
+        adjusts = self.allowed_token_ids is not None or self.logit_bias or self.min_tokens or self.depends_on_output
         return self.greedy and not adjusts and self.logprobs is None
 
     @property
-    def draws_forget(self) -> bool:
-        """Whether a draw takes no notice of which tokens were drawn before it, and leaves nothing but a token."""
-        remembers = (
+    def depends_on_output(self) -> bool:
+        """Whether it matters for a draw which tokens were drawn before it, beside what the model makes of them."""
+        return bool(
             self.bad_words_token_ids
             or self.repetition_penalty != 1.0
             or self.presence_penalty
             or self.frequency_penalty
         )
-        return not remembers and self.logprobs is None
 
 
 def _one_logprobs(given: dict[str, Any]) -> dict[str, Any]:

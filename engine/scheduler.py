@@ -14,8 +14,8 @@ cache until they are complete, and few of them are computed in a step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 
 from batonq.engine.block_pool import BlockKey, BlockPool
@@ -25,7 +25,7 @@ from batonq.engine.errors import EngineError
 from batonq.engine.forecast import OutputForecast
 from batonq.engine.logprobs import TokenLogprobs
 from batonq.engine.plan import ContextOutput, Plan, Samples, ScheduledContext, StepOutput
-from batonq.engine.speculation import choose_drafts
+from batonq.engine.speculation import choose_guesses
 
 #: A context preempted this often is admitted only where everybody's `max_tokens` fits, so it is not preempted again.
 MAX_OPTIMISTIC_PREEMPTIONS = 3
@@ -39,8 +39,6 @@ class _Draft:
     """A plan in the making."""
 
     budget: int
-    #: By context id.
-    guesses: Mapping[str, tuple[int, ...]]
     prompt_logits: int = MAX_PROMPT_LOGITS
     rows: list[ScheduledContext] = field(default_factory=list)
     published: list[int] = field(default_factory=list)
@@ -74,7 +72,7 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan the next step: first those that run, then, if nobody lost blocks for it, those that wait."""
         self._decision_id += 1
-        draft = _Draft(self.config.max_num_batched_tokens, self._guesses())
+        draft = _Draft(self.config.max_num_batched_tokens)
         for context in tuple(self.running):
             # A context may have been preempted for an older one earlier in this loop.
             if draft.budget and context.state is ContextState.RUNNING and self._may_run(context):
@@ -82,6 +80,7 @@ class Scheduler:
         if self.alone:
             self._admit_alone(draft)
         else:
+            self._add_guesses(draft)
             self._admit(draft)
         return Plan(
             self._decision_id,
@@ -90,15 +89,6 @@ class Scheduler:
             tuple(draft.preempted),
             tuple(draft.started),
         )
-
-    def _guesses(self) -> Mapping[str, tuple[int, ...]]:
-        most = self.config.num_speculative_tokens
-        if not most or self.alone:
-            return {}
-        decoding = [context for context in self.running if context.num_computed_tokens == context.token_count - 1]
-        # Each may need a row of logits, and there is memory for one a context.
-        budget = min(max(most, self.config.max_num_seqs), self.config.max_num_batched_tokens - len(self.running))
-        return choose_drafts(decoding, most, budget)
 
     def _may_run(self, context: Context) -> bool:
         return not self.alone or context.context_id in self.alone
@@ -167,21 +157,30 @@ class Scheduler:
         context.block_table += self.pool.allocate(missing)
         draft.published += self._publish(context, stop)
         samples = stop == context.token_count
-        guesses = self._with_room(context, stop, draft) if samples else ()
-        stop += len(guesses)
         table = tuple(context.block_table)
-        draft.rows.append(ScheduledContext(context, start, stop, store_from, table, samples, guesses, prompt_logits))
+        row = ScheduledContext(context, start, stop, store_from, table, samples, prompt_logits=prompt_logits)
+        draft.rows.append(row)
         draft.budget -= stop - start
         draft.prompt_logits -= len(prompt_logits)
 
-    def _with_room(self, context: Context, stop: int, draft: _Draft) -> tuple[int, ...]:
-        """The context's guesses, with blocks for them; none if that takes blocks that others need."""
-        guesses = draft.guesses.get(context.context_id, ())
-        missing = self.pool.blocks_for(stop + len(guesses)) - len(context.block_table)
-        if stop - context.num_computed_tokens + len(guesses) > draft.budget or missing > self.pool.num_available:
-            return ()
-        context.block_table += self.pool.allocate(missing)
-        return guesses
+    def _add_guesses(self, draft: _Draft) -> None:
+        """Let rows that decode compute guessed tokens too, with what budget and blocks the known tokens leave."""
+        most = self.config.num_speculative_tokens
+        if not most or draft.preempted:
+            return
+        at = {row.context.context_id: i for i, row in enumerate(draft.rows) if row.samples and row.num_tokens == 1}
+        # Each may need a row of logits, and these take memory.
+        budget = min(draft.budget, max(most, self.config.max_num_seqs))
+        for name, guesses in choose_guesses([draft.rows[i].context for i in at.values()], most, budget).items():
+            row = draft.rows[at[name]]
+            stop, context = row.stop + len(guesses), row.context
+            missing = self.pool.blocks_for(stop) - len(context.block_table)
+            if missing > self.pool.num_available:
+                continue
+            context.block_table += self.pool.allocate(missing)
+            table = tuple(context.block_table)
+            draft.rows[at[name]] = replace(row, stop=stop, block_table=table, guesses=guesses)
+            draft.budget -= len(guesses)
 
     def preempt(self, context: Context) -> None:
         """Take a running context's blocks from it between two steps. It is the first to be admitted again."""
@@ -286,7 +285,7 @@ class Scheduler:
     def commit(self, plan: Plan, samples: Samples) -> StepOutput:
         """Take in what a step's logits gave, and end the contexts that are complete."""
         for row in plan.rows:
-            row.context.num_computed_tokens = row.stop - len(row.draft)
+            row.context.num_computed_tokens = row.stop - len(row.guesses)
         outputs: list[ContextOutput] = []
         for row, entries in zip(plan.prompt_logprobs_rows, samples.prompt_logprobs, strict=True):
             outputs += self._accept_prompt_logprobs(row.context, entries)
@@ -322,7 +321,7 @@ class Scheduler:
         """Take in what was drawn, up to the first token that the row hadn't guessed."""
         context = row.context
         tokens, entries, reason = list[int](), list[TokenLogprobs](), None
-        for (token, logprobs), guess in zip_longest(drawn, row.draft):
+        for (token, logprobs), guess in zip_longest(drawn, row.guesses):
             if isinstance(token, EngineError):
                 if not tokens:
                     return self._fail(context, token)
@@ -334,7 +333,7 @@ class Scheduler:
             if reason is not None or token != guess:
                 break
             context.num_computed_tokens += 1
-        if row.draft:
+        if row.guesses:
             self._settle(context)
         if reason is not None:
             self.forecast.observe(len(context.output_token_ids))

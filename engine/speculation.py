@@ -33,7 +33,7 @@ _FIRST_CHANCE, _STEP = 0.5, 0.1
 
 
 class PromptLookup:
-    """What a context's tokens say about those to come. A function of the tokens, so a resumed context rebuilds it."""
+    """What a context's tokens say about those to come."""
 
     __slots__ = ("_next", "_tokens", "chance")
 
@@ -57,11 +57,11 @@ class PromptLookup:
         self._next = self._find()
 
     @property
-    def guesses(self) -> bool:
+    def has_guess(self) -> bool:
         """Whether there is anything to go by."""
         return self._next is not None
 
-    def draft(self, count: int) -> tuple[int, ...]:
+    def guess(self, count: int) -> tuple[int, ...]:
         """The next `count` tokens, as far as they can be guessed. What recurs is taken to go on recurring."""
         if self._next is None:
             return ()
@@ -85,23 +85,24 @@ class PromptLookup:
         return None
 
 
-def choose_drafts(contexts: Sequence[Context], most: int, budget: int) -> dict[str, tuple[int, ...]]:
+def choose_guesses(contexts: Sequence[Context], most: int, budget: int) -> dict[str, tuple[int, ...]]:
     """What to guess for contexts that decode, by context id: up to `most` tokens each and `budget` in all.
 
     A guess is worth its row if its chance is above what a row costs, as a part of what a token costs without guesses.
     """
     worth = len(contexts) / (FIXED_ROWS + len(contexts))
-    drafts: dict[str, tuple[int, ...]] = {}
+    guesses: dict[str, tuple[int, ...]] = {}
     for context in contexts:
-        lookup = context.lookup
-        if lookup is None or not lookup.guesses or lookup.chance <= worth or not context.draws_are_alike:
+        lookup, drawn = context.lookup, len(context.output_token_ids)
+        if lookup is None or not lookup.has_guess or lookup.chance <= worth:
             continue
-        # The last token of an output is drawn, and nothing behind it.
-        room = min(most, budget, context.max_tokens - len(context.output_token_ids) - 1)
+        if drawn < context.sampling_params.min_tokens:
+            continue  # the next draw may not end it, one behind it may
+        room = min(most, budget, context.max_tokens - drawn - 1)  # behind the last token nothing is drawn
         count, chance = 0, lookup.chance
         while count < room and chance > worth:
             count, chance = count + 1, chance * lookup.chance
         if count:
-            drafts[context.context_id] = lookup.draft(count)
+            guesses[context.context_id] = lookup.guess(count)
             budget -= count
-    return drafts
+    return guesses

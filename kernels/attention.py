@@ -138,9 +138,23 @@ def attend(tile: Tile, queries: Tensor, keys: Tensor, values: Tensor, scale: flo
 
     v = values.index_select(0, tile.blocks).view(gathered).float()
     v[:, tile.stale_from :].masked_fill_(tile.stale, 0.0)
-    mixed = _sum_blocks(torch.matmul(weights, v)).div_(_sum_blocks(weights.sum(dim=-1, keepdim=True)))
+    mixed = _sum_blocks(_mix(tile, weights, v)).div_(_sum_blocks(weights.sum(dim=-1, keepdim=True)))
     heads = mixed.view(sequences, kv_heads, new, padded, head_dim)[:, :, :, :group]
     return heads.transpose(1, 2).reshape(sequences, new, kv_heads * group, head_dim)
+
+
+def _mix(tile: Tile, weights: Tensor, v: Tensor) -> Tensor:
+    """weights · v; a value that is no number counts only for the queries that see it."""
+    new = tile.rows.shape[1]
+    if new == 1 or bool(torch.isfinite(v).all()):
+        return torch.matmul(weights, v)
+    mixed = torch.empty((*weights.shape[:-1], v.shape[-1]))
+    by_token = mixed.view(*mixed.shape[:3], new, -1, mixed.shape[-1])
+    for token in range(new):
+        seen = v.clone()
+        seen[:, tile.hidden_from :].masked_fill_(tile.hidden[:, :, :, token].transpose(-1, -2), 0.0)
+        by_token[:, :, :, token] = torch.matmul(weights, seen).view(by_token.shape)[:, :, :, token]
+    return mixed
 
 
 def _sum_blocks(x: Tensor) -> Tensor:

@@ -182,6 +182,27 @@ def test_logits_of_any_rows_in_any_order(isa: str, dtype: DType, window: int) ->
             assert torch.equal(forward(backend, replace(batch, logits_rows=rows)), expected[rows])
 
 
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rows_are_not_hurt_by_those_behind_them(isa: str, dtype: DType, window: int, bad: float) -> None:
+    """A token whose keys and values are no numbers: computed behind others in one step, as a wrong guess is."""
+    built = program(dtype, window=window)
+    broken = weights(built)
+    broken["embedding"][77] = bad
+    for backend in (compiled(built, isa, tensors=broken), ReferenceBackend(built, broken, NUM_BLOCKS)):
+        for length in (1, 2, 5, 31, 32, 33, 70, 101):
+            tokens = random.Random(length).choices(range(77), k=length)
+            whole = alone(backend, [*tokens, 77, 77, 5])
+            assert whole[length:].isnan().any(dim=1).all()
+            for start in (0, length - 1):
+                forward(backend, make_batch([Piece(tokens, 0, max(1, start), range(4))]))
+                got = forward(backend, make_batch([Piece([*tokens, 77, 77, 5], start, length + 3, range(4))]))
+                expected = alone(backend, tokens)[start:]
+                assert not expected[:, :77].isnan().any()
+                assert torch.equal(got[: length - start, :77], expected[:, :77]), (length, start)
+
+
 def test_a_query_only_row_reads_and_does_not_store(isa: str) -> None:
     built = program(DType.BFLOAT16)
     backend = compiled(built, isa)

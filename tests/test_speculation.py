@@ -20,7 +20,7 @@ from batonq.engine.errors import EngineError
 from batonq.engine.loading import EngineOptions, load_engine
 from batonq.engine.plan import Plan, Samples
 from batonq.engine.sampling_params import SamplingParams
-from batonq.engine.speculation import FIXED_ROWS, LOOKBACK, PromptLookup, choose_drafts
+from batonq.engine.speculation import FIXED_ROWS, LOOKBACK, PromptLookup, choose_guesses
 from batonq.engine.text import TextState, Vocabulary
 from tests.support import null_engine, scripted_engine, tiny_models
 from tests.support.definition import alone
@@ -42,26 +42,26 @@ def defined(tokens: Sequence[int], count: int) -> tuple[int, ...]:
 
 @given(few_tokens, st.integers(1, 9))
 def test_guesses_are_what_followed_last_time(tokens: list[int], count: int) -> None:
-    assert PromptLookup(tokens).draft(count) == defined(tokens, count)
+    assert PromptLookup(tokens).guess(count) == defined(tokens, count)
 
 
 @given(few_tokens, few_tokens, st.integers(1, 9))
 def test_a_guess_that_came_true_is_followed_on(prompt: list[int], output: list[int], count: int) -> None:
     lookup = PromptLookup(prompt)
     for i, token in enumerate(output):
-        guess = lookup.draft(count)
+        guess = lookup.guess(count)
         lookup.push(token)
         if guess and guess[0] == token:
-            assert lookup.draft(count - 1) == guess[1:], "it went on elsewhere"
+            assert lookup.guess(count - 1) == guess[1:], "it went on elsewhere"
         else:
-            assert lookup.draft(count) == defined([*prompt, *output[: i + 1]], count)
+            assert lookup.guess(count) == defined([*prompt, *output[: i + 1]], count)
 
 
 @given(few_tokens)
 def test_chance_follows_what_came_of_the_guesses(output: list[int]) -> None:
     lookup = PromptLookup([])
     for token in output:
-        guess, before = lookup.draft(1), lookup.chance
+        guess, before = lookup.guess(1), lookup.chance
         lookup.push(token)
         assert 0 < lookup.chance < 1
         assert (lookup.chance > before) == (guess == (token,))
@@ -71,14 +71,14 @@ def test_chance_follows_what_came_of_the_guesses(output: list[int]) -> None:
 def test_tokens_are_not_found_across_their_borders() -> None:
     """The bytes of 1, 256 · 1 … occur at odd places in those of other tokens."""
     shifted = [0x01000000, 0x02000000, 0, 7, 1, 2]
-    assert PromptLookup(shifted).draft(3) == ()
-    assert PromptLookup([1, 2, 9, *shifted]).draft(1) == (9,)
+    assert PromptLookup(shifted).guess(3) == ()
+    assert PromptLookup([1, 2, 9, *shifted]).guess(1) == (9,)
 
 
 def test_only_so_far_back() -> None:
     near, far = range(10, LOOKBACK + 4), range(10, LOOKBACK + 10)
-    assert PromptLookup([1, 2, 3, *near[: LOOKBACK - 5], 1, 2]).draft(1) == (3,)
-    assert PromptLookup([1, 2, 3, *far, 1, 2]).draft(1) == ()
+    assert PromptLookup([1, 2, 3, *near[: LOOKBACK - 5], 1, 2]).guess(1) == (3,)
+    assert PromptLookup([1, 2, 3, *far, 1, 2]).guess(1) == ()
 
 
 def decoding(name: str, tokens: Sequence[int], output: Sequence[int], **params: object) -> Context:
@@ -95,26 +95,26 @@ def test_the_surer_the_longer() -> None:
     fair = decoding("fair", [3, 4] * 9, [])
     nothing = decoding("nothing", [5, 6], [])
     contexts = [nothing, fair, sure]
-    drafts = choose_drafts(contexts, most=8, budget=64)
+    drafts = choose_guesses(contexts, most=8, budget=64)
     assert drafts["sure"] == (1, 2) * 4, "a context gets no more than the most"
     assert drafts["fair"] == (3, 4, 3)[: len(drafts["fair"])]
     assert "nothing" not in drafts
-    assert choose_drafts(contexts, most=1, budget=9) == {"sure": (1,), "fair": (3,)}
-    assert choose_drafts([sure, fair], most=8, budget=9) == {"sure": (1, 2) * 4, "fair": (3,)}
-    assert choose_drafts([sure, fair], most=8, budget=2) == {"sure": (1, 2)}
-    assert choose_drafts(contexts, most=8, budget=0) == {}
+    assert choose_guesses(contexts, most=1, budget=9) == {"sure": (1,), "fair": (3,)}
+    assert choose_guesses([sure, fair], most=8, budget=9) == {"sure": (1, 2) * 4, "fair": (3,)}
+    assert choose_guesses([sure, fair], most=8, budget=2) == {"sure": (1, 2)}
+    assert choose_guesses(contexts, most=8, budget=0) == {}
 
 
 def test_in_a_full_step_only_sure_ones_are_worth_a_row() -> None:
     sure = [decoding(f"sure {i}", [1, 2] * 9, [1, 2] * 12) for i in range(32)]
     unsure = [decoding(f"unsure {i}", [3, 4] * 9, []) for i in range(32)]
-    chosen = choose_drafts([*unsure, *sure], most=8, budget=1000)
+    chosen = choose_guesses([*unsure, *sure], most=8, budget=1000)
     assert set(chosen) == {context.context_id for context in sure}
     assert {len(draft) for draft in chosen.values()} <= set(range(1, 8)), (
         "the chance of the eighth is that of all eight"
     )
     few = unsure[: FIXED_ROWS // 2]
-    assert set(choose_drafts(few, 8, 1000)) == {context.context_id for context in few}
+    assert set(choose_guesses(few, 8, 1000)) == {context.context_id for context in few}
 
 
 @pytest.mark.parametrize(
@@ -125,17 +125,25 @@ def test_in_a_full_step_only_sure_ones_are_worth_a_row() -> None:
         {"frequency_penalty": -0.5},
         {"bad_words_token_ids": ((1, 2),)},
         {"logprobs": 0},
-        {"min_tokens": 50},
     ],
 )
 def test_none_where_a_draw_depends_on_the_ones_before(params: dict[str, object]) -> None:
-    assert choose_drafts([decoding("x", [1, 2] * 9, [1, 2], **params)], 8, 64) == {}
+    engine = scripted_engine.build({}, Vocabulary([b"a"] * 9, frozenset()), frozenset(), 9, 90, {})
+    assert engine.add("plain", [1, 2] * 9, SamplingParams(max_tokens=9)).lookup is not None
+    assert engine.add("other", [1, 2] * 9, SamplingParams.model_validate({"max_tokens": 9, **params})).lookup is None
+
+
+def test_none_while_the_next_draw_may_not_end_it() -> None:
+    waiting = decoding("x", [1, 2] * 9, [1, 2], min_tokens=3)
+    assert choose_guesses([waiting], 8, 64) == {}
+    waiting.accept(1, frozenset())
+    assert choose_guesses([waiting], 8, 64) != {}
 
 
 @pytest.mark.parametrize("left", [1, 2, 3])
 def test_none_behind_the_last_token(left: int) -> None:
     context = decoding("x", [1, 2] * 9, [1, 2], max_tokens=2 + left)
-    assert choose_drafts([context], 8, 64).get("x", ()) == (1, 2, 1)[: left - 1]
+    assert choose_guesses([context], 8, 64).get("x", ()) == (1, 2, 1)[: left - 1]
 
 
 class Noting:
@@ -149,7 +157,7 @@ class Noting:
 
     @property
     def guesses(self) -> int:
-        return sum(len(row.draft) for plan in self.plans for row in plan.rows)
+        return sum(len(row.guesses) for plan in self.plans for row in plan.rows)
 
 
 def steps_of(engine: Engine[list[list[int]]], prompt: list[int], params: SamplingParams) -> tuple[list[int], int]:
@@ -226,16 +234,36 @@ def test_unusable_logits_behind_a_guess_spoil_no_token_before_them(num_speculati
 
 
 def test_blocks_for_guesses_are_taken_from_nobody() -> None:
-    """Two contexts fill the pool to its last block: neither is preempted for the other's guesses."""
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    engine = null_engine.build(num_blocks=14, max_num_batched_tokens=16, order=1)
-    contexts = [engine.add(str(i), [i, 1, 2, 3], params) for i in range(2)]
+    """A forecast that is too low fills the pool: where known tokens lack blocks, nobody guesses."""
+    engine = null_engine.build(num_blocks=20, max_num_batched_tokens=32, order=2)
+    engine.generate([[index] for index in range(100)], SamplingParams(max_tokens=1))
+    noting = engine.on_plan = Noting()
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    contexts = [engine.add(str(i), [i, 1, 2, 3], params) for i in range(8)]
     while engine.has_work:
-        assert not engine.step().preempted
+        engine.step()
         engine.scheduler.check()
     for context in contexts:
-        assert context.output_token_ids == alone(list(context.input_token_ids), params, 1)
+        assert context.output_token_ids == alone(list(context.input_token_ids), params, 2)
         engine.forget(context.context_id)
+    preempting = [plan for plan in noting.plans if plan.preempted]
+    assert preempting
+    assert noting.guesses > 40
+    assert not any(row.guesses for plan in preempting for row in plan.rows)
+
+
+def test_a_resumed_context_guesses_from_its_first_step_on() -> None:
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    whole = alone([5, 6, 7], params, 2)
+    engine = null_engine.build(max_num_batched_tokens=64, order=2)
+    noting = engine.on_plan = Noting()
+    engine.add("x", [5, 6, 7], params, output_token_ids=whole[:50])
+    outputs = []
+    while engine.has_work:
+        outputs += [token for part in engine.step().outputs for token in part.new_token_ids]
+    assert outputs == whole[50:]
+    assert noting.plans[1].rows[0].guesses
+    engine.forget("x")
 
 
 def test_blocks_filled_by_guesses_are_shared_and_wrong_ones_never() -> None:

@@ -141,22 +141,30 @@ inline void tile_of(int64_t rows, const Product& p, const In* w, int64_t row, Ah
   }
 }
 
-// Of the weights that come next, the part that the tile at `row` of [begin, end) fetches. Two tiles have to fetch two
+// Parts of [begin, end) of up to `most` each, as equal as can be, so that none is a small rest that reads as much as the
+// others: take(from, to, index).
+template <typename Take>
+[[gnu::always_inline]] inline void evenly(int64_t begin, int64_t end, int64_t most, const Take& take) {
+  const int64_t count = end - begin, parts = (count + most - 1) / most;
+  for (int64_t i = 0; i < parts; ++i) take(begin + count * i / parts, begin + count * (i + 1) / parts, i);
+}
+
+// Of the weights that come next, the part that one of the tiles of some rows fetches. Two tiles have to fetch two
 // lines a step, of which the processor adds the second by itself; a single tile reads the weights in one stream, which
 // it foresees.
 template <typename In>
-inline Ahead part_of(const In* next, const Product& p, int64_t row, int64_t begin, int64_t end) {
-  const int64_t stride = end - begin <= kTileRows ? 0 : end - begin <= 2 * kTileRows ? 2 * kLine : kLine;
+inline Ahead part_of(const In* next, const Product& p, int64_t tile, int64_t rows) {
+  const int64_t stride = rows <= kTileRows ? 0 : rows <= 2 * kTileRows ? 2 * kLine : kLine;
   const int64_t steps = p.depth * static_cast<int64_t>(sizeof(In)) / 4;
-  return {reinterpret_cast<const char*>(next) + (row - begin) / kTileRows * steps * stride, stride};
+  return {reinterpret_cast<const char*>(next) + tile * steps * stride, stride};
 }
 
 // Rows [begin, end) through J vectors of columns.
 template <int J, typename In, typename Sink>
 void strip(const Product& p, const In* w, const In* next, int64_t column, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; row += kTileRows)
-    tile_of<J, In>(std::min<int64_t>(kTileRows, end - row), p, w, row, part_of(next, p, row, begin, end),
-                   Sink{p, row, column});
+  evenly(begin, end, kTileRows, [&](int64_t row, int64_t to, int64_t tile) {
+    tile_of<J, In>(to - row, p, w, row, part_of(next, p, tile, end - begin), Sink{p, row, column});
+  });
 }
 
 template <typename In>
@@ -167,8 +175,7 @@ inline const In* weights_at(const Product& p, int64_t column) {
 template <typename In, typename Sink>
 void multiply(const Product& p, int64_t first, int64_t last, int64_t begin, int64_t end) {
   constexpr int wide = kTileVectors * kLanes, narrow = std::min(wide, kColumnGrain);
-  for (int64_t rows = begin; rows < end; rows += kRowChunk) {
-    const int64_t to = std::min(end, rows + kRowChunk);
+  evenly(begin, end, kRowChunk, [&](int64_t rows, int64_t to, int64_t) {
     for (int64_t column = first; column < last;) {
       const bool whole = column % wide == 0 && column + wide <= last;
       const int64_t next = column + (whole ? wide : narrow);
@@ -180,7 +187,7 @@ void multiply(const Product& p, int64_t first, int64_t last, int64_t begin, int6
       }
       column = next;
     }
-  }
+  });
 }
 
 template <typename T>
@@ -190,22 +197,20 @@ void silu_mul(const T* gate, const T* up, T* out, int64_t width);
 template <typename T>
 void multiply_gated(const Product& p, int64_t first, int64_t last, int64_t begin, int64_t end) {
   alignas(64) T scratch[kTileRows][kPanel];
-  for (int64_t rows = begin; rows < end; rows += kRowChunk) {
-    const int64_t to = std::min(end, rows + kRowChunk);
+  evenly(begin, end, kRowChunk, [&](int64_t rows, int64_t to, int64_t) {
     for (int64_t column = first; column < last; column += kPanel) {
       const int64_t panel = column / kPanel, unit = panel * kGated;
-      for (int64_t row = rows; row < to; row += kTileRows) {
-        const int64_t count = std::min<int64_t>(kTileRows, to - row);
+      evenly(rows, to, kTileRows, [&](int64_t row, int64_t row_end, int64_t tile) {
         for (int v = 0; v < kPanel / kLanes; v += kTileVectors)
-          tile_of<kTileVectors, T>(count, p, weights_at<T>(p, column + v * kLanes), row,
-                                   part_of(weights_at<T>(p, column + kPanel), p, row, rows, to),
+          tile_of<kTileVectors, T>(row_end - row, p, weights_at<T>(p, column + v * kLanes), row,
+                                   part_of(weights_at<T>(p, column + kPanel), p, tile, to - rows),
                                    Gated<T>{p, panel, v, scratch});
-        for (int r = 0; r < count; ++r)
-          silu_mul(scratch[r], scratch[r] + kGated, p.out.row<T>(row + r) + unit,
+        for (int64_t r = row; r < row_end; ++r)
+          silu_mul(scratch[r - row], scratch[r - row] + kGated, p.out.row<T>(r) + unit,
                    std::min<int64_t>(kGated, p.columns - unit));
-      }
+      });
     }
-  }
+  });
 }
 
 template <typename In, typename Out>
@@ -316,7 +321,12 @@ struct Part {
   int64_t offset;
 };
 
-// sums = sums · factor + weights · values, for 16 · J columns of R rows.
+template <typename T>
+inline const T* values_at(const Chunk<T>& chunk, const Part& part, int token) {
+  return chunk.values[token / kBlock] + part.offset + token % kBlock * part.head_dim + part.column * kStep<T>;
+}
+
+// sums = sums · factor + weights · values, for 16 · J columns of R rows, over tokens that all of them see.
 template <int R, int J, typename T>
 inline void mix(float (*sums)[kMaxHeadDim], const float* factor, const T (*weights)[kChunk], const Chunk<T>& chunk,
                 const Part& part) {
@@ -324,12 +334,12 @@ inline void mix(float (*sums)[kMaxHeadDim], const float* factor, const T (*weigh
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < J; ++j) c[r][j] = mul(load(sums[r] + part.column + kLanes * j), splat(factor[r]));
   for (int token = part.from; token < part.to; token += kStep<T>) {
-    const int block = token / kBlock;
-    const int64_t at = part.offset + token % kBlock * part.head_dim + part.column * kStep<T>;
-    decltype(load_steps(chunk.values[block])) v[J];
+    const T* values = values_at(chunk, part, token);
+    const T* ahead = values - chunk.values[token / kBlock] + chunk.values[token / kBlock + 1];
+    decltype(load_steps(values)) v[J];
     for (int j = 0; j < J; ++j) {
-      v[j] = load_held(chunk.values[block] + at + kLanes * j * kStep<T>, token + kStep<T> <= part.to);
-      fetch(chunk.values[block + 1] + at + kLanes * j * kStep<T>);
+      v[j] = load_steps(values + kLanes * j * kStep<T>);
+      fetch(ahead + kLanes * j * kStep<T>);
     }
     for (int r = 0; r < R; ++r) {
       const auto a = splat_step(weights[r] + token);
@@ -338,6 +348,20 @@ inline void mix(float (*sums)[kMaxHeadDim], const float* factor, const T (*weigh
   }
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < J; ++j) store(sums[r] + part.column + kLanes * j, c[r][j]);
+}
+
+// The same for a row's last tokens, of which there may be half a step.
+template <int J, typename T>
+inline void mix_rest(float* sums, const T* weights, const Chunk<T>& chunk, const Part& part) {
+  V c[J];
+  for (int j = 0; j < J; ++j) c[j] = load(sums + part.column + kLanes * j);
+  for (int token = part.from; token < part.to; token += kStep<T>) {
+    const T* values = values_at(chunk, part, token);
+    const auto a = splat_step(weights + token);
+    for (int j = 0; j < J; ++j)
+      c[j] = multiply_steps(a, load_held(values + kLanes * j * kStep<T>, token + kStep<T> <= part.to), c[j]);
+  }
+  for (int j = 0; j < J; ++j) store(sums + part.column + kLanes * j, c[j]);
 }
 
 // What a tile's rows have come to, and which keys of the present chunk each of them sees.
@@ -393,13 +417,29 @@ inline void score_block(const Rows<T>& rows, int first, const Chunk<T>& chunk, i
   }
 }
 
+// Each row over the tokens of the part that it sees. Behind them weights are 0, but values may be NaN, of a later row's
+// making, so a row's last tokens are not multiplied for others.
+template <int R, int J, typename T>
+inline void mix_seen(Rows<T>& rows, int first, const float* factor, const T (*weights)[kChunk], const Chunk<T>& chunk,
+                     Part part) {
+  const int to = part.to, common = std::min(to, *std::min_element(rows.to + first, rows.to + first + R));
+  part.to = common / kStep<T> * kStep<T>;
+  mix<R, J>(rows.sums + first, factor, weights, chunk, part);
+  part.from = std::max(part.from, part.to);
+  for (int r = 0; r < R; ++r) {
+    part.to = std::min(to, rows.to[first + r]);
+    if (part.from < part.to) mix_rest<J>(rows.sums[first + r], weights[r], chunk, part);
+  }
+}
+
 template <int R, typename T>
 inline void mix_columns(Rows<T>& rows, int first, const float* factor, const T (*weights)[kChunk],
                         const Chunk<T>& chunk, Part part) {
   constexpr int wide = kTileVectors;
   for (; part.column + wide * kLanes <= part.head_dim; part.column += wide * kLanes)
-    mix<R, wide>(rows.sums + first, factor, weights, chunk, part);
-  for (; part.column < part.head_dim; part.column += kLanes) mix<R, 1>(rows.sums + first, factor, weights, chunk, part);
+    mix_seen<R, wide>(rows, first, factor, weights, chunk, part);
+  for (; part.column < part.head_dim; part.column += kLanes)
+    mix_seen<R, 1>(rows, first, factor, weights, chunk, part);
 }
 
 // Takes R rows from `first` on through one chunk.

@@ -61,7 +61,7 @@ class NullRunner:
         self._store(plan)
         read = {id(row): self._read(row.block_table, row.stop) for row in plan.rows}
         for row in plan.rows:
-            known = [*row.context.tokens(0, row.stop - len(row.draft)), *row.draft]
+            known = [*row.context.tokens(0, row.stop - len(row.guesses)), *row.guesses]
             assert read[id(row)] == known, f"{row.context.context_id}: wrong KV"
         wanted = [(row, at) for row in plan.prompt_logprobs_rows for at in row.prompt_logits]
         return [read[id(row)][: at + 1] for row, at in (*plan.draws, *wanted)]
