@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from batonq.engine.context import Context
 
-#: Tokens that must have occurred before, the most telling first.
-_NGRAMS = (3, 2)
+#: How many tokens must have occurred before; more are more telling.
+_NGRAMS = (2, 3)
 
 #: Tokens back to which they are looked for, which bounds the time of a search (about 10 microseconds).
 LOOKBACK = 4096
@@ -73,16 +73,16 @@ class PromptLookup:
         size = self._tokens.itemsize
         window = self._tokens[-LOOKBACK:]
         text = window.tobytes()
+        found = None
         for length in _NGRAMS:
-            if len(window) <= length:
-                continue
             needle = text[-length * size :]
-            at = text.rfind(needle, 0, -size)
+            at = text.rfind(needle, 0, -size) if len(window) > length else -1
             while at % size and at >= 0:  # across the borders of tokens
                 at = text.rfind(needle, 0, at + len(needle) - 1)
-            if at >= 0:
-                return len(self._tokens) - len(window) + at // size + length
-        return None
+            if at < 0:
+                break
+            found = len(self._tokens) - len(window) + at // size + length
+        return found
 
 
 def choose_guesses(contexts: Sequence[Context], most: int, budget: int) -> dict[str, tuple[int, ...]]:

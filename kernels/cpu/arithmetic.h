@@ -93,6 +93,10 @@ template <typename Out, bool kAdds>
 struct Written {
   const Product& p;
   int64_t row, column;
+  // Rows of logits are so long that no cache has them.
+  void expect(int r, int j) const {
+    if (!kAdds && sizeof(Out) == sizeof(float)) fetch_to_write(p.out.row<Out>(row + r) + column + kLanes * j);
+  }
   void operator()(int r, int j, V sum) const {
     const int64_t at = column + kLanes * j, count = p.columns - at;
     if (count <= 0) return;
@@ -110,6 +114,7 @@ struct Gated {
   int64_t panel;
   int vector;
   Out (*scratch)[kPanel];
+  void expect(int, int) const {}
   void operator()(int r, int j, V sum) const {
     constexpr int half = kGated / kLanes;
     const int v = vector + j;
@@ -122,8 +127,8 @@ struct Gated {
 template <int R, int J, typename In, typename Sink>
 inline void tile(const Product& p, const In* w, int64_t row, Ahead ahead, const Sink& sink) {
   V c[R][J];
-  for (auto& of_row : c)
-    for (V& sum : of_row) sum = zero();
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < J; ++j) c[r][j] = zero(), sink.expect(r, j);
   accumulate<R, J>(c, p.x.row<In>(row), p.x.stride, w, p.depth, ahead, p.errand);
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < J; ++j) sink(r, j, c[r][j]);

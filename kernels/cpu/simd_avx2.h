@@ -23,6 +23,8 @@ struct Pairs {
 // Asks for the line at p: it will be needed soon. Written so that the compiler leaves it where it is; it may gather
 // builtin prefetches in a loop of their own.
 inline void fetch(const void* p) { asm volatile("prefetcht1 (%0)" ::"r"(p)); }
+// Likewise, to be written.
+inline void fetch_to_write(const void* p) { asm volatile("prefetchw (%0)" ::"r"(p)); }
 
 inline V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline V splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
