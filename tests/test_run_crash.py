@@ -157,9 +157,14 @@ def test_two_runs_into_one_output(tmp_path: Path) -> None:
 
 
 def living_workers(run_pid: int) -> list[psutil.Process]:
-    children = psutil.Process(run_pid).children()
-    living = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in living if "answering" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process(run_pid).children() if is_living_worker(child)]
+
+
+def is_living_worker(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and "answering" in " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):  # it has ended since
+        return False
 
 
 def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
