@@ -65,9 +65,8 @@ def batonq_redis(options: Options) -> Iterator[Loaded]:
     from benchmarks.subjects import fleet  # noqa: PLC0415
     from benchmarks.workloads import cold, from_row  # noqa: PLC0415
 
-    names = {"dtype": "dtype", "threads": "num-threads"}
-    names |= {"max_num_seqs": "max-num-seqs", "max_num_batched_tokens": "max-num-batched-tokens"}
-    names |= {"num_speculative_tokens": "num-speculative-tokens"}
+    same = ("dtype", "max_num_seqs", "max_num_batched_tokens", "num_speculative_tokens")
+    names = {key: key.replace("_", "-") for key in same} | {"threads": "num-threads"}
     with fleet(*(f"--{name}={options[key]}" for key, name in names.items())) as running:
 
         def run(rows: Rows) -> int:

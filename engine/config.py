@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from batonq.engine.errors import EngineError
 
@@ -25,16 +25,11 @@ class EngineConfig:
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "max_model_len", "num_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise EngineError("invalid_configuration", f"{name} must be at least 1, got {value}", name)
-        if self.num_speculative_tokens < 0:
-            raise EngineError(
-                "invalid_configuration",
-                f"num_speculative_tokens must be at least 0, got {self.num_speculative_tokens}",
-                "num_speculative_tokens",
-            )
+        for setting in fields(self):
+            name, value = setting.name, getattr(self, setting.name)
+            least = 0 if name == "num_speculative_tokens" else 1
+            if value is not None and value < least:
+                raise EngineError("invalid_configuration", f"{name} must be at least {least}, got {value}", name)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise EngineError(
                 "invalid_configuration",

@@ -333,11 +333,11 @@ class Interpreter {
     }
   }
 
-  // A member's rows of a buffer.
+  // A member's rows of tokens, or of logits; or of what a buffer holds.
   Share own_rows(bool of_logits, int rank) const {
     return of_logits ? share(batch_->logits, rank) : division_.rows(rank);
   }
-  Share own_rows(int buffer, int rank) const { return own_rows(buffers_[buffer].logits_rows, rank); }
+  Share own_rows_of(int buffer, int rank) const { return own_rows(buffers_[buffer].logits_rows, rank); }
 
   int64_t rows_of(int buffer) const { return buffers_[buffer].logits_rows ? batch_->logits : batch_->tokens; }
 
@@ -359,7 +359,7 @@ class Interpreter {
 
   void rms_norm(const int32_t* op, int rank) {
     const Matrix x = matrix(op[1]), out = matrix(op[3]);
-    const Share rows = own_rows(op[1], rank);
+    const Share rows = own_rows_of(op[1], rank);
     for (int64_t t = rows.begin; t < rows.end; ++t)
       rows_for(x).rms_norm(at(x, t, 0), floats(op[2]), at(out, t, 0), buffers_[op[1]].width, as_float(op[4]));
   }
@@ -696,14 +696,14 @@ class Interpreter {
   void activation_mul(const int32_t* op, int rank) {
     const Matrix x = matrix(op[1]), out = matrix(op[2]);
     const int64_t width = buffers_[op[2]].width;
-    const Share rows = own_rows(op[1], rank);
+    const Share rows = own_rows_of(op[1], rank);
     for (int64_t t = rows.begin; t < rows.end; ++t)
       rows_for(x).silu_mul(at(x, t, 0), at(x, t, width), at(out, t, 0), width);
   }
 
   void add(const int32_t* op, int rank) {
     const Matrix x = matrix(op[1]), y = matrix(op[2]), out = matrix(op[3]);
-    const Share rows = own_rows(op[1], rank);
+    const Share rows = own_rows_of(op[1], rank);
     for (int64_t t = rows.begin; t < rows.end; ++t)
       rows_for(x).add(at(x, t, 0), at(y, t, 0), at(out, t, 0), buffers_[op[1]].width);
   }
