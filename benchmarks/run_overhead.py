@@ -3,9 +3,10 @@
     python -m benchmarks.run_overhead [WORKLOAD.jsonl] [--requests 16] [--rounds 3] [--dtype bfloat16]
 
 A workload is a file as `workloads.py` reads it; without one, requests are made from Python's documentation. The three
-run in turn, round after round, past EOS, so that each makes exactly `max_tokens` tokens.
-Loading, the start of processes and the first round are not counted. Each time a prompt begins with another token, so
-that no prefix cache helps. Ratios are medians of the ratios within a round.
+run in turn, round after round, past EOS, so that each makes exactly `max_tokens` tokens. In a round all have the same
+prompts, since what is guessed and how often that is right depends on them; in each round these begin with another token,
+and each of the three has an engine of its own, so that no prefix cache helps.
+Loading, the start of processes and the first round are not counted. Ratios are medians of the ratios within a round.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ def measure(subjects: dict[str, Subject], requests: list[Request], rounds: int) 
     """Tokens per second of every subject in every round but the first, which is of a few requests and warms up."""
     rates: dict[str, list[float]] = {name: [] for name in subjects}
     for index in range(rounds + 1):
-        part = requests if index else requests[:4]
+        part = cold(requests if index else requests[:4])
         for name, run in subjects.items():
-            rate = sum(r.max_tokens for r in part) / run(cold(part))
+            rate = sum(r.max_tokens for r in part) / run(part)
             if index:
                 rates[name].append(rate)
                 print(f"round {index}  {name:22} {rate:8.1f} output tokens/s", flush=True)
@@ -44,21 +45,21 @@ def main() -> None:
         requests = mixed(engine.encoder.encode, args.requests, 0)
     else:
         requests = read_workload(args.workload, args.requests)
-    with fleet("--dtype", args.dtype) as running:
+    with fleet("--dtype", args.dtype) as first, fleet("--dtype", args.dtype) as second:
         subjects = {
             "engine alone": engine_alone(engine),
-            "worker through Redis": running.through_redis,
-            "batonq run": running.run_over_a_file,
+            "worker through Redis": first.through_redis,
+            "batonq run": second.run_over_a_file,
         }
-        before = running.cpu_seconds()
+        before = first.cpu_seconds() + second.cpu_seconds()
         rates = measure(subjects, requests, args.rounds)
-        used = running.cpu_seconds() - before
+        used = first.cpu_seconds() + second.cpu_seconds() - before
     made = sum(r.max_tokens for r in requests) * args.rounds * 2
     print(f"\n{MODEL}, {args.dtype}, {len(requests)} requests, {args.rounds} rounds")
     for name, values in rates.items():
         ratio = statistics.median(a / b for a, b in zip(values, rates["engine alone"], strict=True))
         print(f"{name:22} {statistics.median(values):8.1f} output tokens/s   {ratio:.3f} of the engine alone")
-    print(f"the worker's parent used {used / made * 1e6:.0f} µs of processor time per output token")
+    print(f"a worker's parent used {used / made * 1e6:.0f} µs of processor time per output token")
 
 
 if __name__ == "__main__":

@@ -257,11 +257,12 @@ class _Run:
     def _gathering_seconds(self, ended: int, in_flight: int) -> float:
         """How long to let ended rows gather, since to look for few takes the processors nearly as long as for many.
 
-        Not so long that more than an eighth of those under way end meanwhile: the worker never waits for rows.
+        Not so long that more than an eighth of those under way end meanwhile: the worker never waits for rows, and the
+        last ones are looked for at once.
         """
         now = time.monotonic()
         seconds_per_row, self._looked_at = (now - self._looked_at) / ended, now
-        return min(_WAIT_SECONDS, in_flight / 8 * seconds_per_row)
+        return min(_WAIT_SECONDS, in_flight // 8 * seconds_per_row)
 
     def _check_local(self) -> None:
         if self._local is not None and (news := self._local.check(self._reporter.rows)):

@@ -1,4 +1,4 @@
-"""The channel between worker and engine process: who is woken by what."""
+"""The channel between worker and engine process: who is woken by what, and when for a commit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from batonq.worker.child import CommitClock
 from batonq.worker.messages import Channel, Step
 
 
@@ -77,3 +80,28 @@ def test_the_last_words_are_heard_before_the_end(pair: Pair) -> None:
     while not pair.parent.closed:
         heard += pair.parent.receive(wait=True)
     assert heard == [step(1, 300_000 // 4)]
+
+
+#: Steps: how many milliseconds pass before each, how many it takes, and whether it makes news.
+STEPS = st.lists(st.tuples(st.integers(0, 120), st.integers(1, 120), st.booleans()), max_size=60)
+
+
+@given(STEPS)
+def test_what_is_not_committed_yet_is_no_older_than_an_interval(steps: list[tuple[int, int, bool]]) -> None:
+    clock, now, last, untold = CommitClock(50), 0, -1000, False
+    for pause, took, news in steps:
+        began, now = now + pause, now + pause + took
+        untold |= news
+        if clock.is_due(began, now, news=news):
+            assert untold
+            assert now - last >= 50 - took / 2, "the end of the next step is nearer"
+            last, untold = now, False
+        else:
+            assert not untold or now - last < 50
+
+
+@pytest.mark.parametrize(("took", "steps"), [(1, 50), (10, 5), (16, 3), (24, 2), (34, 1), (48, 1), (76, 1), (400, 1)])
+def test_a_commit_comes_every_so_many_steps_and_never_within_one(took: int, steps: int) -> None:
+    clock = CommitClock(50)
+    due = [at for at in range(1000) if clock.is_due(at * took, (at + 1) * took, news=True)]
+    assert due == list(range(0, 1000, steps))

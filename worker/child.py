@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 import os
 import signal
 import socket
@@ -53,14 +54,45 @@ def die_with_parent(parent: int) -> None:
         sys.exit(1)
 
 
+class CommitClock:
+    """Says after which steps the parent is to commit: an interval's end is rounded to the nearest end of a step.
+
+    A commit takes processor time that a step would lack. Between two steps the engine uses one core and leaves the
+    others free, so that is the moment for it; and a step that takes longer than the interval needs one commit, not two.
+    """
+
+    def __init__(self, interval: float) -> None:
+        """`interval` in seconds, as are all times."""
+        self._interval = interval
+        self._last = -math.inf
+        self._untold = False
+
+    def is_due(self, began: float, ended: float, *, news: bool) -> bool:
+        """Whether to commit after this step, if it, or one before it, made `news`. Then the next interval begins."""
+        self._untold |= news
+        next_end = ended + (ended - began)
+        due = self._untold and (ended + next_end) / 2 >= self._last + self._interval
+        if due:
+            self._last, self._untold = ended, False
+        return due
+
+
 class EngineLoop:
     """Steps an engine for a parent at the other end of a channel."""
 
-    def __init__(self, channel: Channel, engine: Engine[Any], marker: StepMarker, log: StepLog | None) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        engine: Engine[Any],
+        marker: StepMarker,
+        log: StepLog | None,
+        commit_interval: float,
+    ) -> None:
         self._channel = channel
         self._engine = engine
         self._marker = marker
         self._log = log
+        self._commits = CommitClock(commit_interval)
         engine.on_plan = self._mark
         #: Number of each live context, by id.
         self._numbers: dict[str, int] = {}
@@ -81,10 +113,11 @@ class EngineLoop:
             if self._stopping or self._channel.closed:
                 return
             if not self._idle:
+                began = time.monotonic()
                 output = self._engine.step()
                 if self._log is not None:
                     self._log.write(output, self._engine)
-                self._report(output)
+                self._report(output, began)
                 self._marker.end()
 
     def _mark(self, plan: Plan) -> None:
@@ -156,7 +189,7 @@ class EngineLoop:
             is_streaming=message.streaming,
         )
 
-    def _report(self, output: StepOutput) -> None:
+    def _report(self, output: StepOutput, began: float) -> None:
         """Tell the parent of new tokens, ends, and contexts that began to run or were preempted."""
         numbers, token_ids, updates = list[int](), list[int](), list[tuple[Any, ...]]()
         ended = False
@@ -178,10 +211,11 @@ class EngineLoop:
             if context_id in self._numbers:
                 state = str(self._engine.contexts[context_id].state)
                 updates.append((self._numbers[context_id], state))
-        step = Step(output.decision_id, time.time(), pack_ids(numbers), pack_ids(token_ids), updates)
+        due = self._commits.is_due(began, time.monotonic(), news=bool(numbers or updates))
+        step = Step(output.decision_id, time.time(), pack_ids(numbers), pack_ids(token_ids), updates, due)
         # As long as more contexts are here than run at once, the next ones can come with the next commit.
         hungry = ended and len(self._numbers) <= self._engine.config.max_num_seqs
-        self._channel.send(step, ring=hungry or proven)  # the next suspect may come
+        self._channel.send(step, ring=due or hungry or proven)  # the next suspect may come
 
     def _update(self, part: ContextOutput) -> Update:
         context = self._engine.contexts[part.context_id]
@@ -249,7 +283,7 @@ def main() -> int:
         engine = load(channel, message)
         if engine is None:
             return 1
-        EngineLoop(channel, engine, StepMarker(marker_fd), StepLog.wanted()).run()
+        EngineLoop(channel, engine, StepMarker(marker_fd), StepLog.wanted(), message.commit_interval).run()
     return 0
 
 

@@ -14,6 +14,7 @@ from batonq.worker.errors import EngineUnavailable, ModelUnavailable
 from batonq.worker.messages import Channel, Load, LoadFailed, Message, Ready, unpack_ids
 from batonq.worker.signals import StopRequests
 from batonq.worker.step_marker import StepMarker
+from batonq.worker.timing import Timing
 
 #: Engine processes that may die in a row before they are ready.
 MAX_START_FAILURES = 3
@@ -28,8 +29,8 @@ logger = logging.getLogger(__name__)
 class EngineProcess:
     """A child that builds the engine named by `engine` (a module with `load_engine`) from plain `options`."""
 
-    def __init__(self, engine: str, options: dict[str, Any], patience: float) -> None:
-        """`patience`: seconds for which it may take nothing of what is said to it before it is killed."""
+    def __init__(self, engine: str, options: dict[str, Any], timing: Timing) -> None:
+        """Is killed when for a `step_timeout` it takes nothing of what is said to it."""
         ours, theirs = socket.socketpair()
         bell, to_ring = os.pipe()
         os.set_blocking(bell, False)
@@ -40,11 +41,11 @@ class EngineProcess:
             command = [sys.executable, "-m", "batonq.worker.child", *map(str, passed), str(os.getpid())]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed)
             os.close(to_ring)
-        self._channel = Channel(ours, patience=patience)
+        self._channel = Channel(ours, patience=timing.step_timeout)
         #: Once it has ended: numbers of the contexts in the step that its death interrupted.
         self.in_step: list[int] = []
         self._status: int | None = None
-        self.send(Load(engine, options))
+        self.send(Load(engine, options, timing.commit_interval))
 
     @property
     def pid(self) -> int:
@@ -111,14 +112,14 @@ class EngineProcess:
 
 
 def start_engine(
-    engine: str, options: dict[str, Any], patience: float, stops: StopRequests
+    engine: str, options: dict[str, Any], timing: Timing, stops: StopRequests
 ) -> tuple[EngineProcess, Ready] | None:
     """Start a child and wait until its engine is ready; None if a stop request came first.
 
     Raises ModelUnavailable if the engine can't be built, EngineUnavailable if the child dies again and again.
     """
     for _ in range(MAX_START_FAILURES):
-        process = EngineProcess(engine, options, patience)
+        process = EngineProcess(engine, options, timing)
         try:
             ready = process.await_ready(stops)
         except ModelUnavailable:

@@ -29,6 +29,8 @@ class Feeder:
         self._running: dict[int, tuple[OwnedJob, OwnedContext]] = {}
         self._alone: OwnedJob | None = None
         self._paused = False
+        #: Whether the engine said that it is time to commit what it told; reset by who does.
+        self.commit_due = False
         #: When the engine last said that a step is done, or had nothing to do.
         self._heard_at = time.monotonic()
 
@@ -120,6 +122,7 @@ class Feeder:
         for message in self.engine.receive():
             if isinstance(message, Step):
                 self._heard_at = time.monotonic()
+                self.commit_due |= message.due
                 self._grow(message)
                 yield from self._update(message)
                 self._rehabilitate()

@@ -40,23 +40,22 @@ class Intake:
         self.promising = True
 
     def claim(self, room: int) -> list[Claim]:
-        """Take jobs for so many contexts, as if each had one; then wait for the bells if there were fewer."""
+        """Take jobs for so many contexts, as if each had one; if there are fewer, wait for the bells."""
         if self.suspended or room <= 0:
             return []
-        claims: list[Claim] = []
-        if self.promising:
-            wanted = min(room, CLAIM_BATCH)
-            executions = [uuid.uuid4().hex for _ in range(wanted)]
-            found = self._scripts.claim(self._queues, self._worker, self._can, executions, time.time(), WORKER_TTL)
-            self.suspended = found is None
-            claims = found.claims if found else []
-            self.promising = found is None or len(claims) == wanted
-            for job in found.aside if found else ():
-                self._tell(job)
+        wanted = min(room, CLAIM_BATCH)
+        executions = [uuid.uuid4().hex for _ in range(wanted)]
+        found = self._scripts.claim(self._queues, self._worker, self._can, executions, time.time(), WORKER_TTL)
+        self.suspended = found is None
+        if found is None:
+            return []
+        for job in found.aside:
+            self._tell(job)
+        self.promising = len(found.claims) == wanted
         if not self.promising:
             for doorbell in self.doorbells:
                 doorbell.arm()
-        return claims
+        return found.claims
 
     def recall(self) -> None:
         """Bring back what was set aside and can go on here."""

@@ -43,8 +43,12 @@ class Ledger:
     @property
     def settled(self) -> bool:
         """Whether the server knows everything."""
-        said = not self._endings and not self._unpinned and not self._losses
-        return said and not any(job.dirty for job in self.jobs.values())
+        return not self.pressing and not any(job.dirty for job in self.jobs.values())
+
+    @property
+    def pressing(self) -> bool:
+        """Whether there is something to tell beside new tokens: requests to pin, ends, what lost jobs left behind."""
+        return bool(self._unpinned or self._endings or self._losses)
 
     @property
     def run_ahead(self) -> int:

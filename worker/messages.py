@@ -3,8 +3,8 @@
 The parent numbers what it adds, and no number is used twice for one child. Everything about a context carries the
 number of the `Add` it belongs to, so that late output of an ownership that was lost is recognised and dropped.
 
-What the child says piles up in the socket until the parent looks, which it does at each commit. A bell, a pipe beside
-the socket, wakes it for what can't wait.
+What the child says piles up in the socket until the parent looks. A bell, a pipe beside the socket, wakes it for what
+can't wait, and for each commit.
 """
 
 from __future__ import annotations
@@ -42,10 +42,15 @@ def unpack_ids(packed: bytes) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Parent → child, first: which engine to build. `engine` is the module that builds it."""
+    """Parent → child, first: which engine to build, and how often it wants to hear of it.
+
+    `engine` is the module that builds it.
+    """
 
     engine: str
     options: dict[str, Any]
+    #: Seconds between commits.
+    commit_interval: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +152,8 @@ class Step:
     token_ids: bytes
     #: All others of which something is new, as the fields of their `Update`s.
     updates: Sequence[Sequence[Any]]
+    #: Whether it is time to commit what was said so far.
+    due: bool = False
 
 
 Message = Load | Ready | LoadFailed | Add | Abort | Pause | Resume | Stop | Step

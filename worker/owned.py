@@ -139,7 +139,8 @@ class OwnedJob:
     #: Deaths of engines in a step that held it, and of workers that owned it, since its last progress.
     crashes: int
     lapses: int
-    #: When rq's timeout, which counts from the claim, is over by the monotonic clock.
+    #: When its own deadline is over by Unix time, and rq's timeout, which counts from the claim, by the monotonic clock.
+    deadline_at: float
     timeout_at: float
     #: When the first token of this ownership was there.
     first_token_at: float | None = None
@@ -167,8 +168,11 @@ class OwnedJob:
         resumes = int(past.get("resumes", 0)) + 1 if resumed else 0
         crashes, lapses = (_count(claim.job, f"batonq_{name}") for name in ("crashes", "lapses"))
         timeout = _count(claim.job, "timeout")
-        timeout_at = time.monotonic() + timeout if timeout > 0 else math.inf
-        return cls(claim, request, now, contexts, owners, numerics, resumes, crashes, lapses, timeout_at)
+        ends = (
+            math.inf if request.job.deadline is None else request.job.deadline / 1000,
+            time.monotonic() + timeout if timeout > 0 else math.inf,
+        )
+        return cls(claim, request, now, contexts, owners, numerics, resumes, crashes, lapses, *ends)
 
     @property
     def ownership(self) -> Ownership:
@@ -213,12 +217,11 @@ class OwnedJob:
         if update.new_token_ids and self.first_token_at is None:
             self.first_token_at = now
 
-    def overdue(self) -> ErrorInfo | None:
-        """Why its time is over, if it is: its own deadline is a Unix time, rq's timeout a duration."""
-        deadline = self.request.job.deadline
-        if deadline is not None and time.time() >= deadline / 1000:
-            return ErrorInfo(code="deadline_exceeded", message=f"the deadline was {iso(deadline / 1000)}")
-        if time.monotonic() < self.timeout_at:
+    def overdue(self, now: float, monotonic: float) -> ErrorInfo | None:
+        """Why its time is over, if it is, by these clocks."""
+        if now >= self.deadline_at:
+            return ErrorInfo(code="deadline_exceeded", message=f"the deadline was {iso(self.deadline_at)}")
+        if monotonic < self.timeout_at:
             return None
         timeout = _count(self.claim.job, "timeout")
         return ErrorInfo(code="job_timeout", message=f"the job ran longer than its timeout of {timeout} s")

@@ -2,8 +2,8 @@
 
     queue ──claim──▶ feeder ──Add──▶ engine process ──Step──▶ ledger ──commit, finish──▶ Redis
 
-One thread, one loop. It sleeps until a context ends, the doorbell rings, a signal comes or a timer is due. New tokens
-don't wake it: they wait in the socket for the commit that is due next.
+One thread, one loop. It sleeps until the engine says that a commit is due or lacks contexts, the doorbell rings, a
+signal comes or a timer is due. Other news of the engine wait in the socket.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ MAX_RUN_AHEAD = 64
 
 #: What a server answers that can't be written to, or not now: no room on its disk, no replicas, busy with a script …
 REFUSALS = ("MISCONF", "NOREPLICAS", "BUSY", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN", "LOADING")
+#: Commit intervals after which the server is asked for our jobs, though the engine, busy with a long step, has no news.
+LONG_STEP = 5
 #: Seconds without a pass of the loop after which it was this process that stood still.
 STOOD_STILL = 2.0
 
@@ -89,7 +91,7 @@ class WorkerOptions:
 
     def start_engine(self, stops: StopRequests) -> tuple[EngineProcess, Ready] | None:
         """As `engine_process.start_engine`."""
-        return start_engine(self.engine, self.engine_options, self.timing.step_timeout, stops)
+        return start_engine(self.engine, self.engine_options, self.timing, stops)
 
 
 def is_outage(error: redis.RedisError) -> bool:
@@ -155,8 +157,8 @@ class Worker:
         self._killed_on_request = False
         self._num_followed = 0
         self._stop_deadline = 0.0
-        self._next_commit = self._next_heartbeat = self._next_look = self._next_contact = 0.0
-        self._next_neighbours = 0.0
+        self._next_heartbeat = self._next_look = self._next_neighbours = self._next_contact = 0.0
+        self._last_commit = -math.inf
         self._last_pass = time.monotonic()
         self._selector = selectors.DefaultSelector()
         sources: list[HasFileno] = [*self._intake.doorbells, self._commands, self._lease, stops, engine]
@@ -204,7 +206,7 @@ class Worker:
         now = time.monotonic()
         due = min(self._next_heartbeat, self._next_look, self._next_neighbours)
         if self._ledger.jobs or not self._ledger.settled:
-            due = min(due, self._next_commit)
+            due = min(due, self._commit_due)
         if self._intake.promising and not self._intake.suspended and self._room > 0 and self._lease.held:
             due = now
         for key, _ in self._selector.select(max(0.0, max(due, self._next_contact) - now)):
@@ -241,7 +243,7 @@ class Worker:
             logger.warning("%s: does not run here, and can't be stopped", command.job_id)
             return
         self._fail(job, ErrorInfo(code="job_stopped", message="somebody stopped the job"), status="stopped")
-        self._next_commit = 0.0
+        self._last_commit = -math.inf
 
     def _drop(self, job: OwnedJob) -> None:
         self._feeder.drop(job)  # whichever feeder it is by now
@@ -262,8 +264,8 @@ class Worker:
             if self._next_contact:
                 self._release_strays()
                 self._next_contact = 0.0
-            if now >= self._next_commit:
-                self._next_commit = now + self._options.timing.commit_interval
+            if now >= self._commit_due:
+                self._last_commit, self._feeder.commit_due = now, False
                 self._end_overdue()
                 held = self._lease.held
                 self._flush()
@@ -290,6 +292,14 @@ class Worker:
             self._next_contact = time.monotonic() + RECONNECT_INTERVAL
 
     @property
+    def _commit_due(self) -> float:
+        """When the next commit is due: at the end of a step, as the engine says, or if something else can't wait."""
+        if self._feeder.commit_due:
+            return -math.inf
+        intervals = 1 if self._ledger.pressing else LONG_STEP
+        return self._last_commit + intervals * self._options.timing.commit_interval
+
+    @property
     def _state(self) -> str:
         """As rq's tools call it."""
         if self._intake.suspended:
@@ -298,8 +308,9 @@ class Worker:
 
     def _end_overdue(self) -> None:
         """End the jobs whose time is over."""
+        clocks = time.time(), time.monotonic()
         for job in list(self._ledger.jobs.values()):
-            if (error := job.overdue()) is not None:
+            if (error := job.overdue(*clocks)) is not None:
                 self._fail(job, error)
 
     def _flush(self) -> None:
@@ -326,7 +337,7 @@ class Worker:
         return self._capacity - self._ledger.num_contexts
 
     def _claim(self) -> None:
-        if not self._lease.held:
+        if not (self._lease.held and self._intake.promising):
             return
         claims = self._intake.claim(self._room)
         if not claims:
@@ -352,7 +363,7 @@ class Worker:
             return
         job = OwnedJob.begin(claim, request, self._place, now, resumed=pinned)
         self._ledger.begin(job, pinned=pinned)
-        error = job.overdue()
+        error = job.overdue(now, time.monotonic())
         if job.crashes >= MAX_CRASHES:
             message = f"the engine died {job.crashes} times while it ran this job; {job.history}"
             error = ErrorInfo(code="engine_crashed", message=message)
@@ -374,7 +385,7 @@ class Worker:
             elif job.ended:
                 self._ledger.end(succeed(job, self._place, time.time()))
                 if not self._ledger.jobs:  # nothing else will be there to tell at the next commit
-                    self._next_commit = 0.0
+                    self._last_commit = -math.inf
 
     def _restrain_engine(self) -> None:
         """Pause an engine that is too far ahead of the server or may have lost its jobs; kill one that hangs."""
