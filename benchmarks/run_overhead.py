@@ -4,8 +4,8 @@
 
 A workload is a file as `workloads.py` reads it; without one, requests are made from Python's documentation. The three
 run in turn, round after round, past EOS, so that each makes exactly `max_tokens` tokens. In a round all have the same
-prompts, since what is guessed and how often that is right depends on them; in each round these begin with another token,
-and each of the three has an engine of its own, so that no prefix cache helps.
+prompts, since these decide how often a guess is right; in each round they begin with another token, and each of the
+three has an engine of its own, so that no prefix cache helps.
 Loading, the start of processes and the first round are not counted. Ratios are medians of the ratios within a round.
 """
 

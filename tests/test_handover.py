@@ -76,7 +76,7 @@ def test_a_worker_of_its_numerics_is_preferred(
     job = begin(valkey.url, tmp_path / "first", exact=exact, numerics_id="x")
     with second(valkey, tmp_path, numerics_id="y") as other:
         eventually(lambda: aside(connection) == {b"carried"}, "it is set aside")
-        assert "other numerics than ours (y)" in other.log.read_text()
+        eventually(lambda: "other numerics than ours (y)" in other.log.read_text(), "its log tells why")
         quick = Queue(QUEUE, connection=connection, serializer=serializer).enqueue(FUNCTION, prompt="quick")
         eventually(lambda: status(quick) == "finished", "others are served meanwhile")
         assert status(job) == "queued"
@@ -171,7 +171,7 @@ def test_a_newer_major_is_left_alone(valkey: EmbeddedServer, connection: redis.R
         quick = Queue(QUEUE, connection=connection, serializer=serializer).enqueue(FUNCTION, prompt="quick")
         eventually(lambda: status(quick) == "finished", "others are served meanwhile")
         assert status(job) == "queued"
-        assert "carried: written by a newer version" in running.log.read_text()
+        eventually(lambda: "carried: written by a newer version" in running.log.read_text(), "its log tells why")
     assert connection.hgetall(keys.context("carried")) == before
 
 

@@ -139,8 +139,9 @@ class OwnedJob:
     #: Deaths of engines in a step that held it, and of workers that owned it, since its last progress.
     crashes: int
     lapses: int
-    #: When its own deadline is over by Unix time, and rq's timeout, which counts from the claim, by the monotonic clock.
+    #: When its own deadline is over, by Unix time.
     deadline_at: float
+    #: When rq's timeout, which counts from the claim, is over by the monotonic clock.
     timeout_at: float
     #: When the first token of this ownership was there.
     first_token_at: float | None = None
