@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from batonq.engine.context import Context, FinishReason
 from batonq.engine.errors import EngineError
@@ -56,9 +57,11 @@ class ScheduledContext:
         return self.samples and self.context.needs_only_largest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """One step: rows in scheduling order. `decision_id` numbers steps from 1."""
+
+    # Runner, sampler and scheduler all ask for parts of the rows, so these are looked for once.
 
     decision_id: int
     rows: tuple[ScheduledContext, ...]
@@ -74,27 +77,27 @@ class Plan:
         """Tokens computed in this step."""
         return sum(row.num_tokens for row in self.rows)
 
-    @property
+    @cached_property
     def drawn_rows(self) -> tuple[ScheduledContext, ...]:
         """Rows that are `drawn`, in order."""
         return tuple(row for row in self.rows if row.drawn)
 
-    @property
+    @cached_property
     def greedy_rows(self) -> tuple[ScheduledContext, ...]:
         """Rows that are `greedy`, in order."""
         return tuple(row for row in self.rows if row.greedy)
 
-    @property
+    @cached_property
     def sampling_rows(self) -> tuple[ScheduledContext, ...]:
         """The rows whose next tokens are sampled: `drawn_rows`, then `greedy_rows`."""
         return self.drawn_rows + self.greedy_rows
 
-    @property
+    @cached_property
     def draws(self) -> tuple[tuple[ScheduledContext, int], ...]:
         """Each row of `sampling_rows` with each of its `draws`; samples are in this order."""
         return tuple((row, at) for row in self.sampling_rows for at in row.draws)
 
-    @property
+    @cached_property
     def prompt_logprobs_rows(self) -> tuple[ScheduledContext, ...]:
         """The rows with `prompt_logits`, in order; their logits lie between those of `drawn_rows` and `greedy_rows`."""
         return tuple(row for row in self.rows if row.prompt_logits)

@@ -77,7 +77,7 @@ class TextState:
         assert not self.stopped, "no token comes after a stop string"
         before = len(self._buffer)
         self._buffer += self._bytes_of(token_id)
-        if may_stop and (found := self._first_completed_stop(before)) is not None:
+        if self._stops and may_stop and (found := self._first_completed_stop(before)) is not None:
             end, start = found
             del self._buffer[end if self._include_stop else start :]
             self.stopped = True
