@@ -238,6 +238,7 @@ class Engine(Generic[Logits]):
         context = self.contexts.pop(context_id)
         assert context.state.ended, context_id
         assert context.finish_reason is not None
+        self._ended_at_add = [output for output in self._ended_at_add if output.context_id != context_id]
         return Generation(
             context_id,
             context.output_token_ids,

@@ -61,7 +61,7 @@ class ScheduledContext:
 class Plan:
     """One step: rows in scheduling order. `decision_id` numbers steps from 1."""
 
-    # Runner, sampler and scheduler all ask for parts of the rows, so these are looked for once.
+    # Sampler and scheduler both ask for parts of the rows, so these are looked for once.
 
     decision_id: int
     rows: tuple[ScheduledContext, ...]

@@ -15,6 +15,7 @@ from batonq.kernels.cpu_library import best_isa
 from batonq.kernels.errors import BackendUnavailable
 from batonq.kernels.packed import PackedWeights
 from batonq.kernels.program import (
+    BLOCK_SIZE,
     NONE,
     Activation,
     ActivationMul,
@@ -162,6 +163,30 @@ def test_bits_depend_on_the_sequence_alone(isa: str, dtype: DType, window: int, 
     expected = [bits.alone(single, tokens) for tokens in sequences]
     backend = compiled(built, isa, threads)
     assert bits.differences(bits.together(backend, sequences, chance, NUM_BLOCKS), expected) == []
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("threads", [2, 3, 4])
+def test_blocks_may_be_read_in_the_step_that_fills_them(isa: str, dtype: DType, threads: int) -> None:
+    """By sequences before and behind the one that does so, in rows of other threads."""
+    chance = random.Random(threads)
+    built = program(dtype)
+    prefix = chance.choices(range(131), k=2 * BLOCK_SIZE)
+    single, backend = compiled(built, isa, 1), compiled(built, isa, threads)
+    tails = [chance.choices(range(131), k=chance.choice((1, 1, 2, 9, 40))) for _ in range(24)]
+    expected = [alone(single, [*prefix, *tail])[len(prefix) :] for tail in tails]
+    pieces = [
+        Piece([*prefix, *tail], len(prefix), len(prefix) + len(tail), [0, 1, 2 * i + 2, 2 * i + 3])
+        for i, tail in enumerate(tails)
+    ]
+    for place in (0, len(tails) // 2, len(tails) - 1):
+        bits.dirty(backend)
+        # The one at this place computes the prefix too.
+        pieces[place] = replace(pieces[place], start=0)
+        got = forward(backend, make_batch(pieces)).split([piece.end - piece.start for piece in pieces])
+        pieces[place] = replace(pieces[place], start=len(prefix))
+        for i, (rows, tail) in enumerate(zip(got, tails, strict=True)):
+            assert torch.equal(rows[-len(tail) :], expected[i]), (place, i)
 
 
 @pytest.mark.parametrize("dtype", list(DType))

@@ -79,8 +79,9 @@ class EngineLife(RuleBasedStateMachine):
         self.ended: dict[str, Expected] = {}
         self.count = 0
 
-    @rule(prompt=prompts, params=params)
-    def add(self, prompt: list[int], params: SamplingParams) -> None:
+    @rule(prompt=prompts, params=params, done=st.one_of(st.just(0), st.integers(0, 40)))
+    def add(self, prompt: list[int], params: SamplingParams, done: int) -> None:
+        """A new context, or one that is carried on after `done` tokens, or was complete by then."""
         self.count += 1
         name = f"c{self.count}"
         room = min(self.engine.limits.max_model_len, self.engine.limits.kv_cache_tokens) - len(prompt)
@@ -89,16 +90,18 @@ class EngineLife(RuleBasedStateMachine):
                 self.engine.add(name, prompt, params)
             assert name not in self.engine.contexts
             return
-        context = self.engine.add(name, prompt, params)
-        assert context.max_tokens == min(params.max_tokens or room, room)
-        self.expected[name] = Expected(prompt, context)
+        max_tokens = min(params.max_tokens or room, room)
+        outputs = alone(prompt, params.model_copy(update={"max_tokens": max_tokens}), self.order)[:done]
+        context = self.engine.add(name, prompt, params, output_token_ids=outputs)
+        assert context.max_tokens == max_tokens
+        self.expected[name] = Expected(prompt, context, seen=list(outputs))
 
     @rule(pick=st.integers(0, 99))
     def abort(self, pick: int) -> None:
         if self.expected:
             name = list(self.expected)[pick % len(self.expected)]
+            self.expected[name].aborted = not self.expected[name].context.state.ended
             self.engine.abort(name)
-            self.expected[name].aborted = True
             self.finish(name)
 
     @rule(pick=st.integers(0, 99))
@@ -117,7 +120,7 @@ class EngineLife(RuleBasedStateMachine):
     def one_step(self) -> None:
         output = self.engine.step()
         assert output.num_tokens <= self.engine.config.max_num_batched_tokens
-        assert output.num_tokens > 0 or not self.expected, "contexts wait and nothing is done"
+        assert output.num_tokens > 0 or output.outputs or not self.expected, "contexts wait and nothing is done"
         self.engine.scheduler.check()
         for part in output.outputs:
             expected = self.expected[part.context_id]

@@ -215,7 +215,8 @@ class EngineLoop:
         step = Step(output.decision_id, time.time(), pack_ids(numbers), pack_ids(token_ids), updates, due)
         # As long as more contexts are here than run at once, the next ones can come with the next commit.
         hungry = ended and len(self._numbers) <= self._engine.config.max_num_seqs
-        self._channel.send(step, ring=due or hungry or proven)  # the next suspect may come
+        # Where a suspect is cleared, the next one may come.
+        self._channel.send(step, ring=due or hungry or proven)
 
     def _update(self, part: ContextOutput) -> Update:
         context = self._engine.contexts[part.context_id]

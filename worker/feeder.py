@@ -29,15 +29,20 @@ class Feeder:
         self._running: dict[int, tuple[OwnedJob, OwnedContext]] = {}
         self._alone: OwnedJob | None = None
         self._paused = False
-        #: Whether the engine said that it is time to commit what it told; reset by who does.
+        #: Whether the engine has said that it is time to commit what it told; reset by who does so.
         self.commit_due = False
         #: When the engine last said that a step is done, or had nothing to do.
         self._heard_at = time.monotonic()
 
     @property
+    def busy(self) -> bool:
+        """Whether the engine steps, so that it will say when the next commit is due."""
+        return bool(self._inside) and not self._paused
+
+    @property
     def silent_seconds(self) -> float:
         """For how long the engine has been busy without finishing a step."""
-        return time.monotonic() - self._heard_at if self._inside and not self._paused else 0.0
+        return time.monotonic() - self._heard_at if self.busy else 0.0
 
     def forgive_silence(self) -> None:
         """Begin to count anew: it was we who didn't listen."""

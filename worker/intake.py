@@ -40,7 +40,10 @@ class Intake:
         self.promising = True
 
     def claim(self, room: int) -> list[Claim]:
-        """Take jobs for so many contexts, as if each had one; if there are fewer, wait for the bells."""
+        """While `promising`: take jobs for so many contexts, as if each had one.
+
+        If there are fewer, wait for the bells.
+        """
         if self.suspended or room <= 0:
             return []
         wanted = min(room, CLAIM_BATCH)

@@ -43,12 +43,8 @@ class Ledger:
     @property
     def settled(self) -> bool:
         """Whether the server knows everything."""
-        return not self.pressing and not any(job.dirty for job in self.jobs.values())
-
-    @property
-    def pressing(self) -> bool:
-        """Whether there is something to tell beside new tokens: requests to pin, ends, what lost jobs left behind."""
-        return bool(self._unpinned or self._endings or self._losses)
+        said = not self._endings and not self._unpinned and not self._losses
+        return said and not any(job.dirty for job in self.jobs.values())
 
     @property
     def run_ahead(self) -> int:
@@ -97,7 +93,7 @@ class Ledger:
         self._unpinned = []
 
     def _commit(self) -> bool:
-        """Commit what is new. Jobs without news are asked for too: that is how a canceled one is noticed at once."""
+        """Commit what is new. Jobs without news are asked for too: that is how a canceled one is noticed soon."""
         jobs = list(self.jobs.values())
         if not jobs:
             return False

@@ -42,7 +42,7 @@ def unpack_ids(packed: bytes) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Parent → child, first: which engine to build, and how often it wants to hear of it.
+    """Parent → child, first: which engine to build, and how often the parent commits.
 
     `engine` is the module that builds it.
     """

@@ -169,11 +169,9 @@ class OwnedJob:
         resumes = int(past.get("resumes", 0)) + 1 if resumed else 0
         crashes, lapses = (_count(claim.job, f"batonq_{name}") for name in ("crashes", "lapses"))
         timeout = _count(claim.job, "timeout")
-        ends = (
-            math.inf if request.job.deadline is None else request.job.deadline / 1000,
-            time.monotonic() + timeout if timeout > 0 else math.inf,
-        )
-        return cls(claim, request, now, contexts, owners, numerics, resumes, crashes, lapses, *ends)
+        timeout_at = time.monotonic() + timeout if timeout > 0 else math.inf
+        deadline_at = math.inf if request.job.deadline is None else request.job.deadline / 1000
+        return cls(claim, request, now, contexts, owners, numerics, resumes, crashes, lapses, deadline_at, timeout_at)
 
     @property
     def ownership(self) -> Ownership:

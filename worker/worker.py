@@ -63,8 +63,9 @@ MAX_RUN_AHEAD = 64
 
 #: What a server answers that can't be written to, or not now: no room on its disk, no replicas, busy with a script …
 REFUSALS = ("MISCONF", "NOREPLICAS", "BUSY", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN", "LOADING")
-#: Commit intervals after which the server is asked for our jobs, though the engine, busy with a long step, has no news.
-LONG_STEP = 5
+#: Commit intervals after which a commit comes in the middle of a step, so that ends and cancellations that have nothing
+#: to do with the engine needn't wait for the end of a long one.
+MAX_SILENT_INTERVALS = 5
 #: Seconds without a pass of the loop after which it was this process that stood still.
 STOOD_STILL = 2.0
 
@@ -206,7 +207,7 @@ class Worker:
         now = time.monotonic()
         due = min(self._next_heartbeat, self._next_look, self._next_neighbours)
         if self._ledger.jobs or not self._ledger.settled:
-            due = min(due, self._commit_due)
+            due = min(due, self._next_commit)
         if self._intake.promising and not self._intake.suspended and self._room > 0 and self._lease.held:
             due = now
         for key, _ in self._selector.select(max(0.0, max(due, self._next_contact) - now)):
@@ -263,8 +264,8 @@ class Worker:
         try:
             if self._next_contact:
                 self._release_strays()
-                self._next_contact = 0.0
-            if now >= self._commit_due:
+                self._next_contact, self._last_commit = 0.0, -math.inf
+            if now >= self._next_commit:
                 self._last_commit, self._feeder.commit_due = now, False
                 self._end_overdue()
                 held = self._lease.held
@@ -292,11 +293,11 @@ class Worker:
             self._next_contact = time.monotonic() + RECONNECT_INTERVAL
 
     @property
-    def _commit_due(self) -> float:
-        """When the next commit is due: at the end of a step, as the engine says, or if something else can't wait."""
+    def _next_commit(self) -> float:
+        """When the next commit is due: when the engine says so, at the end of a step, unless that takes too long."""
         if self._feeder.commit_due:
             return -math.inf
-        intervals = 1 if self._ledger.pressing else LONG_STEP
+        intervals = MAX_SILENT_INTERVALS if self._feeder.busy else 1
         return self._last_commit + intervals * self._options.timing.commit_interval
 
     @property

@@ -2,8 +2,8 @@
 //
 // All members of the team go through the list of ops together. With few rows each does its share of the columns of an op,
 // and a barrier ends it. With many each takes rows of its own from op to op, which then stay in its core's caches, and
-// waits for the others only around attention and where the rows of logits begin. Which member does what never changes a
-// bit (see kernels.h).
+// waits for the others only after attention, before what reads keys of theirs, and where the rows of logits begin. Which
+// member does what never changes a bit (see kernels.h).
 
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -181,7 +181,7 @@ class Interpreter {
 
  public:
   Interpreter(Team& team, const Kernels& kernels, const int32_t* words, int64_t count)
-      : kernels_(kernels), team_(team), division_(team.size()), errands_(team.size()) {
+      : kernels_(kernels), team_(team), division_(team.size()), errands_(team.size()), stored_(team.size()) {
     const int32_t* at = words;
     kv_heads_ = at[0], head_dim_ = at[1], layers_ = at[2], dtype_ = static_cast<DType>(at[3]), output_ = at[4];
     vocabulary_ = at[5];
@@ -203,6 +203,7 @@ class Interpreter {
     layer_bytes_ = block_bytes_ * blocks;
     keys_ = Memory(layer_bytes_ * layers_);
     values_ = Memory(layer_bytes_ * layers_);
+    writer_.assign(blocks, -1);
     populator_.start({&keys_, &values_}, layers_, layer_bytes_);
   }
 
@@ -249,6 +250,7 @@ class Interpreter {
     make_room_for_screening();
     by_rows_ = batch.tokens >= kRowsEach * team_.size();
     division_.begin(batch.tokens, by_rows_);
+    shares_stores_ = by_rows_ && stores_for_others();
     team_.run([&](int rank) {
       Clock::time_point begin = Clock::now(), apart = begin;
       send(rank, 0);
@@ -287,6 +289,10 @@ class Interpreter {
     const bool in_rows = takes_own_rows(index);
     if (in_rows && leaves_own_rows(index) && index + 1 < ops_.size() && takes_own_rows(index + 1)) return;
     if (in_rows) division_.note(rank, std::chrono::duration<double>(Clock::now() - apart).count());
+    if (ops_[index][0] == kRopeStore) {
+      stored_[rank].advance();
+      if (!shares_stores_ && attends_own_rows(index + 1)) return;
+    }
     team_.barrier([&] { division_.learn(); });
     apart = Clock::now();
   }
@@ -310,6 +316,30 @@ class Interpreter {
 
   // Whether it makes nothing else: keys and values are everybody's.
   bool leaves_own_rows(size_t index) const { return ops_[index][0] != kRopeStore; }
+
+  // Whether it is attention of all tokens' rows, which itself waits for the keys that it needs.
+  bool attends_own_rows(size_t index) const {
+    return index < ops_.size() && ops_[index][0] == kAttention && !buffers_[ops_[index][1]].logits_rows;
+  }
+
+  // Whether a sequence reads a block that another one stores into in this very step.
+  bool stores_for_others() {
+    const auto each = [&](bool stored_only, const auto& visit) {
+      for (int64_t s = 0; s < batch_->sequences; ++s) {
+        const int64_t first = batch_->query_start[s], last = batch_->query_start[s + 1] - 1;
+        if (last < first) continue;
+        const int32_t* table = batch_->block_tables + s * batch_->table_width;
+        const int64_t from = stored_only ? std::max(batch_->positions[first], batch_->store_from[s]) : 0;
+        if (from > batch_->positions[last]) continue;
+        for (int64_t b = from / kBlock; b <= batch_->positions[last] / kBlock; ++b) visit(s, writer_[table[b]]);
+      }
+    };
+    bool found = false;
+    each(true, [](int64_t s, int64_t& writer) { writer = s; });
+    each(false, [&](int64_t s, int64_t& writer) { found |= writer >= 0 && writer != s; });
+    each(true, [](int64_t, int64_t& writer) { writer = -1; });
+    return found;
+  }
 
   Share share(int64_t count, int rank) const {
     return {count * rank / team_.size(), count * (rank + 1) / team_.size()};
@@ -665,7 +695,17 @@ class Interpreter {
     return {first - begin, std::lower_bound(first, reading.jobs.end(), rows.end, before) - begin};
   }
 
-  // Each does the jobs of its own rows, and then what others have left: who does it changes nothing.
+  // Whether the rows of its sequence belong to more than one member, of whom `owner` does the job.
+  bool is_split(const Job& job, int owner) const {
+    const Share own = division_.rows(owner);
+    return batch_->query_start[job.sequence] < own.begin || batch_->query_start[job.sequence + 1] > own.end;
+  }
+
+  // Returns when a member has stored its keys and values for the attention that `rank` is in.
+  void await_stored(int member, int rank) { team_.await_change(stored_[member], stored_[rank].value() - 1); }
+
+  // Each does the jobs of its own rows, and then what others have left: who does it changes nothing. For its own it needs
+  // nobody, but where a sequence is divided; that is left for the end, which for who has its second part is the front.
   void attention(size_t index, int rank) {
     const int32_t* op = ops_[index].data();
     const auto self = std::find_if(attentions_.begin(), attentions_.end(), [&](auto& a) { return a.op == index; });
@@ -682,8 +722,17 @@ class Interpreter {
     for (int i = 0; i < team_.size(); ++i) {
       const int owner = (rank + i) % team_.size();
       const Share jobs = own_jobs(reading, owner);
-      for (int64_t j = jobs.begin + taken[owner].value++; j < jobs.end; j = jobs.begin + taken[owner].value++) {
-        const Job &now = reading.jobs[j], &next = reading.jobs[std::min(j + 1, jobs.end - 1)];
+      const int64_t count = jobs.end - jobs.begin;
+      const bool backwards = count > 0 && !reading.logits_rows &&
+                             batch_->query_start[reading.jobs[jobs.begin].sequence] < division_.rows(owner).begin;
+      const auto job_at = [&](int64_t n) -> const Job& {
+        return reading.jobs[backwards ? jobs.end - 1 - n : jobs.begin + n];
+      };
+      await_stored(owner, rank);
+      for (int64_t n = taken[owner].value++; n < count; n = taken[owner].value++) {
+        const Job &now = job_at(n), &next = job_at(std::min(n + 1, count - 1));
+        if (!reading.logits_rows && is_split(now, owner))
+          for (int member = 0; member < team_.size(); ++member) await_stored(member, rank);
         job.first = now.first, job.count = now.count;
         job.kv_head = now.head, job.heads = now.heads;
         job.block_table = batch_->block_tables + now.sequence * batch_->table_width;
@@ -748,6 +797,9 @@ class Interpreter {
   std::vector<Errand> errands_;             // of each member
   std::vector<std::atomic<int64_t>> next_;  // of each op, what nobody has taken yet
   std::vector<Counter> taken_;              // of each attention and member, its jobs that somebody has taken
+  std::vector<Signal> stored_;              // of each member, changes when it has stored a layer's keys and values
+  std::vector<int64_t> writer_;             // of each block, the sequence that stores into it; -1 between two steps
+  bool shares_stores_ = false;
   Screen screen_{};
   std::vector<uint8_t> digits_;        // of each row
   std::vector<ScreenedRow> screened_;  // each row

@@ -27,8 +27,8 @@ inline void relax() {
 #endif
 }
 
-// A word that threads wait on until it changes.
-class Signal {
+// A word that threads wait on until it changes, on a line of its own.
+class alignas(64) Signal {
  public:
   uint32_t value() const { return word_.load(std::memory_order_acquire); }
 
@@ -77,6 +77,9 @@ class Team {
     work(0);
     barrier();
   }
+
+  // Returns when the signal is no longer what was seen.
+  void await_change(Signal& signal, uint32_t seen) const { signal.await_change(seen, spins_); }
 
   // Returns when every member has called it.
   void barrier() {
