@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,19 @@ def test_kill_horse_kills_the_engine_and_no_job(valkey: EmbeddedServer, producer
         assert not child.is_running()
     assert [result.choices[0].token_ids for result in results] == [definition(f"{i}", 200) for i in range(3)]
     assert [result.resumes for result in results] == [1, 1, 1]
+
+
+def test_the_worker_takes_no_core_from_its_engine(valkey: EmbeddedServer, producer: Producer, tmp_path: Path) -> None:
+    """Neither from the first nor from another in its place, all of whose threads are scheduled as ever."""
+    with worker(valkey.url, "w", log=tmp_path / "log", **ENDLESS) as running:
+        for _ in range(2):
+            job_id = producer.submit(prompt="x", temperature=0, ignore_eos=True, max_tokens=2)
+            assert producer.result(job_id, timeout=60).error is None
+            engine = running.child()
+            assert os.sched_getscheduler(running.process.pid) == os.SCHED_BATCH
+            assert {os.sched_getscheduler(thread.id) for thread in engine.threads()} == {os.SCHED_OTHER}
+            engine.kill()
+            engine.wait()
 
 
 def test_commands_as_rq_publishes_them() -> None:

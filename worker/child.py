@@ -39,6 +39,7 @@ from batonq.worker.messages import (
     pack_ids,
     unpack_ids,
 )
+from batonq.worker.scheduling import take_precedence
 from batonq.worker.spelling import spell
 from batonq.worker.step_log import StepLog
 from batonq.worker.step_marker import StepMarker
@@ -276,6 +277,7 @@ def main() -> int:
     """Serve the parent, as the command line says."""
     channel_fd, bell_fd, marker_fd, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
+    take_precedence()
     for request in (signal.SIGINT, signal.SIGTERM):
         signal.signal(request, signal.SIG_IGN)  # a terminal or a supervisor signals the whole group; the parent answers
     channel = Channel(socket.socket(fileno=channel_fd), bell_fd)

@@ -37,6 +37,7 @@ from batonq.worker.neighbours import Neighbours
 from batonq.worker.owned import OwnedJob, Place
 from batonq.worker.registration import Registration
 from batonq.worker.requests import CONTEXT_READER, Frontend, RefusedJob, RequestReader
+from batonq.worker.scheduling import give_way
 from batonq.worker.scripts import Abilities, Claim, Scripts
 from batonq.worker.signals import StopRequests
 from batonq.worker.timing import Timing
@@ -111,6 +112,7 @@ def run_worker(options: WorkerOptions) -> None:
         # Shorter than a lease, so that a worker that is cut off comes round to stopping before it is over.
         connection = connect(options.redis_url, options.timing.lease / 4)
         connection.ping()
+        give_way()
         started = options.start_engine(stops)
         if started is None:
             return
