@@ -61,8 +61,6 @@ class ScheduledContext:
 class Plan:
     """One step: rows in scheduling order. `decision_id` numbers steps from 1."""
 
-    # Sampler and scheduler both ask for parts of the rows, so these are looked for once.
-
     decision_id: int
     rows: tuple[ScheduledContext, ...]
     #: Blocks whose contents this step computes and that are published already, for others in the same step.
@@ -76,6 +74,8 @@ class Plan:
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return sum(row.num_tokens for row in self.rows)
+
+    # Sampler and scheduler both ask for these parts of the rows, so they are looked for once.
 
     @cached_property
     def drawn_rows(self) -> tuple[ScheduledContext, ...]:

@@ -163,7 +163,7 @@ def living_workers(run_pid: int) -> list[psutil.Process]:
 def is_living_worker(process: psutil.Process) -> bool:
     try:
         return process.status() != psutil.STATUS_ZOMBIE and "answering" in " ".join(process.cmdline())
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):  # it has ended since
+    except psutil.NoSuchProcess:  # it has ended since
         return False
 
 

@@ -74,18 +74,28 @@ def test_stop_job_stops_any_job_that_a_worker_holds(valkey: EmbeddedServer, prod
 
 
 def test_stop_execution_stops_that_execution_only(valkey: EmbeddedServer, producer: Producer, tmp_path: Path) -> None:
+    """Another one's id, and what is no command, is told in the log and stops nothing."""
     connection = producer.connection
     job_id = endless(producer, "x")
-    with worker(valkey.url, "w", log=tmp_path / "log", **ENDLESS):
+    with worker(valkey.url, "w", log=tmp_path / "log", **ENDLESS) as running:
         eventually(lambda: committed(connection, job_id) > 5, "it runs")
         (execution,) = fetch(producer, job_id).get_executions()
         send_command(connection, "w", "stop-execution", job_id=job_id, execution_id="another")
         send_command(connection, "w", "no-such-command")
         connection.publish(keys.pubsub("w"), b"\xff no json")
+        for told in (f"{job_id}: does not run here", "no-such-command is not known here", "can't be read"):
+            eventually(lambda told=told: told in running.log.read_text(), "the worker has heard it")  # type: ignore[misc]
         before = committed(connection, job_id)
         eventually(lambda: committed(connection, job_id) > before + 20, "it runs on")
+        assert fetch(producer, job_id).get_status() == "started"
+        assert [each.id for each in fetch(producer, job_id).get_executions()] == [execution.id]
         send_stop_execution_command(connection, job_id, execution.id)
         eventually(lambda: fetch(producer, job_id).get_status() == "stopped", "it is stopped")
+        error = producer.result(job_id).error
+        assert error is not None
+        assert error.code == "job_stopped"
+        assert registries(connection, QUEUE, job_id) == {"failed"}
+        assert connection.scard(keys.worker_executions("w")) == 0
 
 
 def test_shutdown_hands_the_jobs_back(valkey: EmbeddedServer, producer: Producer, tmp_path: Path) -> None:
